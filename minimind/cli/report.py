@@ -141,10 +141,9 @@ class Scaling(OutputFile):
         first, *others = self.places
         is_spec = len(others) == 1 and others[0].suffix in (".yaml", ".yml")
         trains = first == Path("run") and is_spec  # else `run` is a folder
-        needed = ("scipy", "optuna") if trains else ("scipy",)
-        require_extra("sweep", "minimind scaling", *needed)
+        require_extra("sweep", "minimind scaling", "scipy")
         from minimind.report.page import write_page
-        from minimind.sweep.scaling import answer, as_object, as_text, collect, render
+        from minimind.sweep.scaling import answer, as_text, collect, render
 
         page = self.out
         if trains:
@@ -159,7 +158,7 @@ class Scaling(OutputFile):
             if page:
                 self.require_free(page, _is_page)
             result = answer(collect(self.places), self.flops, self.tokens)
-        print(json.dumps(as_object(result), ensure_ascii=False) if self.json else as_text(result))
+        print(json.dumps(result.found, ensure_ascii=False) if self.json else as_text(result))
         if page:
             size = write_page(render(result), page, REMEDY)
             if not self.json:

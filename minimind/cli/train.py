@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 
 from minimind.cli.command import Command, OfRunFlags, argument
 from minimind.config.parse import build_parser
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import storing
-from minimind.runtime.installed import install_extra
+from minimind.runtime.installed import require_extra
 
 
 @dataclass(kw_only=True)
@@ -91,17 +90,13 @@ class Sweep(Command):
     sweep: str = argument(metavar="SWEEP.yaml", is_positional=True)
     """flags, dimensions and number of trials"""
     out: Path = argument(metavar="DIR")
-    """folder of the sweep: sweep.db, sweep.html and the out_dir of each trial"""
+    """folder of the sweep: sweep.json, sweep.html and the out_dir of each trial"""
     parallel: int | None = argument(None, ge=1)
     """trials at the same time (default: one per free GPU, one on a CPU)"""
 
     def execute(self) -> int:
         """Run or continue a sweep; print its trials and write its page."""
-        if find_spec("optuna") is None:
-            raise UsageError(
-                "minimind sweep needs the package optuna, which is not installed;"
-                f" {install_extra('sweep')}"
-            )
+        require_extra("sweep", "minimind sweep", "optuna")
         from minimind.sweep.run import sweep
 
         with storing(f"--out {self.out}", "give another --out"):

@@ -1,6 +1,6 @@
-"""`minimind sweep`: a search over flags on Optuna, each trial an ordinary run in its own folder.
+"""`minimind sweep`: a search over flags, each trial an ordinary run in its own folder.
 
-`minimind scaling`: the scaling law of finished runs; `minimind scaling run` trains them as a sweep.
-A new field of SWEEP.yaml starts in `sweep_file.py`. Only `study.py` and `page.py` import optuna,
+`minimind scaling`: the scaling law of finished runs; `minimind scaling run` trains them as trials.
+A new field of SWEEP.yaml starts in `sweep_file.py`. Only `propose.py` and `page.py` import optuna,
 and only `law.py` scipy: extras.
 """

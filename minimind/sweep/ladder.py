@@ -1,6 +1,7 @@
 """`minimind scaling run`: trains sizes x tokens, and predicts one run from the others.
 
-The runs of SPEC.yaml are the trials of a sweep over a grid; the predicted one is the last.
+The runs of SPEC.yaml are trials that are known before the first start; the predicted one is the
+last.
 """
 
 from __future__ import annotations
@@ -8,41 +9,49 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from minimind.architecture.shape import flops_per_token, shape_of
-from minimind.config.flags import FLAGS
+from minimind.config.flags import FIRST_EVAL_ROWS, FLAGS
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.errors import DataError, NumericError, UsageError, fault_error
 from minimind.report import formats
 from minimind.runtime.checked_json import shown
 from minimind.runtime.terminal import aligned
-from minimind.sweep.run import opened, without_result
+from minimind.sweep.run import Command, opened
 from minimind.sweep.scaling import (
     MUST_MATCH,
     NEAR,
     Answer,
     Point,
     Points,
-    Prediction,
     answer,
     best_of_each_budget,
     collect,
+    measured,
+    prediction_of,
+    prediction_text,
     require_alike,
     term_of,
 )
-from minimind.sweep.study import PREFIX, Row, best_of
-from minimind.sweep.sweep_file import Checked, Dimension, Sweep, flag_faults, read_fields, rehearsed
+from minimind.sweep.sweep_file import Checked, flag_faults, read_fields, rehearsed, settings_of
+from minimind.sweep.trial import PREFIX, Result, Trial, best_of
 from minimind.train.inputs import require_inputs
 from minimind.train.start import Plan, rehearse
 
+LADDER = Command(
+    "minimind scaling run",
+    1,
+    "sizes, tokens, tokens_per_param and predict may change",
+    "change sizes, or change flags and give another --out",
+)
+METRIC = "val_loss"
 LENGTHS = ("max_tokens", "tokens_per_param", "max_steps", "epochs", "max_flops")
 BY_TOKENS = "contradicts tokens or tokens_per_param, which end every run; remove it"
 
@@ -65,68 +74,36 @@ class Spec(Checked):
     predict: Predict | None = None
 
 
-class Ladder(Spec, Sweep):
-    """The runs of a Spec. The fields that follow from it are not stored."""
+class Rung(NamedTuple):
+    """A run of the ladder."""
 
-    command: ClassVar[str] = "minimind scaling run"
-    max_failures: ClassVar[int] = 1
-    free: ClassVar[tuple[str, ...]] = ("sizes", "tokens", "tokens_per_param", "predict")
-    changes: ClassVar[str] = "sizes, tokens, tokens_per_param and predict may change"
-    other_runs: ClassVar[str] = "change sizes, or change flags and give another --out"
-    dimensions: dict[str, Dimension] = Field(exclude=True)
-    trials: int | None = Field(exclude=True)
-    runs: list[tuple[str, str]] = Field(exclude=True)  # choices of each run
-    values: dict[str, dict[str, Any]] = Field(exclude=True)  # flags by dimension and choice
+    parameters: dict[str, str]  # its size and tokens in words
+    own: dict[str, Any]  # flags of its size and tokens
+    flags: dict[str, Any]
 
-    def grid(self) -> list[dict[str, Any]]:
-        """Every size with every number of tokens, then the predicted run."""
-        return [dict(zip(self.dimensions, run, strict=True)) for run in self.runs]
-
-    def flags_of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        flags = {**self.flags}
-        for name, choice in parameters.items():
-            flags |= self.values[name][choice]
-        return flags
-
-    def require_suited(self, run: RunConfig, parameters: Mapping[str, Any]) -> None:
-        """Raise UsageError for a run that the law does not describe, or of a length of its own."""
-        own = self.values["tokens"][parameters["tokens"]]
-        for name in LENGTHS:  # a --config file may set them
-            if getattr(run, name) is not None and name not in own:
-                raise UsageError(f"{name} = {getattr(run, name)} ({run.sources[name]}) {BY_TOKENS}")
-        for name, is_other in (
-            ("init_from", run.init_from is not None),
-            ("use_moe", run.use_moe),
-            ("model", run.hugging_face is not None),
-        ):
-            if is_other:
-                raise UsageError(
-                    f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our"
-                    " dense decoder, trained from its start; remove it"
-                )
+    @property
+    def name(self) -> str:
+        return ", ".join(self.parameters.values())
 
 
-def read_ladder(path: str) -> Ladder:
+def read_spec(path: str) -> Spec:
     """Read SPEC.yaml; raise a UsageError that lists the faults of its names and values."""
     spec = read_fields(path, "scaling spec", Spec, Predict)
     if faults := [*_faults(spec, path)]:
         raise fault_error(faults)
+    return spec
+
+
+def rungs_of(spec: Spec) -> list[Rung]:
+    """Every size with every number of tokens, then the predicted run."""
     runs = [*product(map(_size, spec.sizes), _budgets(spec.tokens, spec.tokens_per_param))]
-    trials = len(runs)  # before the prediction
     if one := spec.predict:
         given = ([value] if value else [] for value in (one.tokens, one.tokens_per_param))
         runs += product([_size(one.size)], _budgets(*given))
-    values = {"size": dict(size for size, _ in runs), "tokens": dict(budget for _, budget in runs)}
-    return Ladder(
-        **spec.model_dump(),
-        dimensions={name: [*choices] for name, choices in values.items()},
-        values=values,
-        runs=[(size, budget) for (size, _), (budget, _) in runs],
-        trials=trials,
-        metric="val_loss",
-        sampler="grid",
-        pruner="none",
-    )
+    return [
+        Rung({"size": size, "tokens": budget}, length, {**spec.flags, **flags, **length})
+        for (size, flags), (budget, length) in runs
+    ]
 
 
 Choice = tuple[str, dict[str, Any]]  # name and flags
@@ -172,19 +149,22 @@ def _flag_faults(flags: Mapping[str, Any], place: str, path: str) -> Iterator[st
             yield f"{place}.{name} in {path} {BY_TOKENS}"
 
 
-def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[float]) -> list[Point]:
+def plan(
+    spec: Spec, rungs: Sequence[Rung], path: str, flops: Sequence[float], tokens: Sequence[float]
+) -> list[Point]:
     """The runs as points without a loss, as far as they are known before their start.
 
     Raise UsageError for what cannot be trained, compared or fitted; `flops` and `tokens` are the
     budgets that the law is to answer.
     """
-    points = []
-    for parameters in ladder.grid():
-        name = ", ".join(parameters.values())
+    points: list[Point] = []
+    for rung in rungs:
         try:
-            points.append(_planned(name, *rehearsed(ladder, parameters, path)))
+            run = settings_of(rung.flags, METRIC, path)
+            _require_suited(run, rung.own)
+            points.append(_planned(rung.name, run, rehearsed(run, METRIC)))
         except (UsageError, DataError) as error:
-            raise type(error)(f"{path}: {name}: {error}") from error
+            raise type(error)(f"{path}: {rung.name}: {error}") from error
     for n, one in enumerate(points):
         require_alike(points[0], one)
         for other in points[:n]:
@@ -197,15 +177,32 @@ def plan(ladder: Ladder, path: str, flops: Sequence[float], tokens: Sequence[flo
                     f"{path}: {other.name} and {one.name} are one run of {one.tokens:,.0f} tokens;"
                     " remove one"
                 )
-    planned = points[: ladder.trials]
+    planned = points[:-1] if spec.predict else points
     used = best_of_each_budget(planned, {})  # the law takes the better of equal budgets
     names = {one.name for one in used}
     reason = "has the parameters and tokens of another run, of which the better one counts"
     fitted = Points(used, {one.name: reason for one in planned if one.name not in names}, [])
     term_of(fitted, flops, tokens)
-    if ladder.predict:
+    if spec.predict:
         _require_predictable(points[-1], fitted, path)
     return points
+
+
+def _require_suited(run: RunConfig, own: Mapping[str, Any]) -> None:
+    """Raise UsageError for a run that the law does not describe, or of a length of its own."""
+    for name in LENGTHS:  # a --config file may set them
+        if getattr(run, name) is not None and name not in own:
+            raise UsageError(f"{name} = {getattr(run, name)} ({run.sources[name]}) {BY_TOKENS}")
+    for name, is_other in (
+        ("init_from", run.init_from is not None),
+        ("use_moe", run.use_moe),
+        ("model", run.hugging_face is not None),
+    ):
+        if is_other:
+            raise UsageError(
+                f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our dense"
+                " decoder, trained from its start; remove it"
+            )
 
 
 def _require_predictable(one: Point, fitted: Points, path: str) -> None:
@@ -242,23 +239,27 @@ def _planned(name: str, run: RunConfig, plan: Plan) -> Point:
     )
 
 
-def plan_text(ladder: Ladder, points: Sequence[Point], folders: Sequence[str]) -> str:
+def plan_text(
+    spec: Spec, rungs: Sequence[Rung], points: Sequence[Point], folders: Sequence[str]
+) -> str:
     """The runs for a terminal, a line each, and their sum."""
-    head = ["trial", *ladder.dimensions, "parameters", "tokens", "FLOPs", ""]
     flops = [one.tokens * (one.flops_per_token or math.nan) for one in points]
-    rows = [
-        [
-            folders[n],
-            *choices.values(),
-            f"{one.parameters:,.0f}",
-            f"{one.tokens:,.0f}",
-            f"{cost:.3g}",
-            "" if n < (ladder.trials or 0) else "predicted",
-        ]
-        for n, (choices, one, cost) in enumerate(zip(ladder.grid(), points, flops, strict=True))
-    ]
+    rows = []
+    for folder, rung, one, cost in zip(folders, rungs, points, flops, strict=True):
+        remark = "predicted" if spec.predict and one is points[-1] else ""
+        sizes = f"{one.parameters:,.0f}", f"{one.tokens:,.0f}", f"{cost:.3g}"
+        rows.append([folder, *rung.parameters.values(), *sizes, remark])
+    head = ["trial", "size", "tokens", "parameters", "tokens", "FLOPs", ""]
     total = f"{formats.count(len(points), 'run')}, {sum(flops):.3g} FLOPs"
     return f"{aligned([head, *rows], '<<>>>><')}\n\n{total}"
+
+
+def _folders(rungs: Sequence[Rung], results: Mapping[str, Result]) -> list[str]:
+    """Folders of the runs: those that runs of an earlier spec have, and new ones after all."""
+    known = {frozenset(one.parameters.items()): folder for folder, one in results.items()}
+    new = count(1 + max((int(folder.removeprefix(PREFIX)) for folder in results), default=-1))
+    keys = (frozenset(rung.parameters.items()) for rung in rungs)
+    return [known.get(key) or f"{PREFIX}{next(new):04d}" for key in keys]
 
 
 def run_ladder(
@@ -273,56 +274,61 @@ def run_ladder(
     Return the answer, or the status if not all runs have ended. Without `place` only the plan is
     printed.
     """
-    ladder = read_ladder(path)
-    points, grid = plan(ladder, path, flops, tokens), ladder.grid()
+    spec = read_spec(path)
+    rungs = rungs_of(spec)
+    points = plan(spec, rungs, path, flops, tokens)
     runs = [one.run for one in points]
     if place is None:
         for run in runs:
             require_inputs(run)
-        print(plan_text(ladder, points, [f"{PREFIX}{n:04d}" for n in range(len(grid))]))
+        print(plan_text(spec, rungs, points, _folders(rungs, {})))
         return 0
-    with opened(ladder, path, place, runs, parallel) as trials:
-        study = trials.study
-        folders = study.folders(grid)  # those of runs that an earlier spec had stay
-        print(plan_text(ladder, points, folders), flush=True)
-        if status := trials.run():
+    with opened(LADDER, METRIC, {"flags": spec.flags}, path, place, runs, parallel) as runner:
+        folders = _folders(rungs, runner.results)
+        print(plan_text(spec, rungs, points, folders), flush=True)
+        ladder = [_trial(*each) for each in zip(folders, rungs, runs, strict=True)]
+        predicted = [ladder.pop()] if spec.predict else []
+        runner.resume(folders.__contains__)
+        if status := runner.run(sorted(ladder, key=lambda trial: trial.folder)):
             return status
-        fitted = [row for row in study.rows() if row.folder in folders[: ladder.trials]]
+        fitted = [runner.results[trial.folder] for trial in ladder]
         if not best_of(fitted):
-            return without_result(study, fitted)
+            return runner.without_result(fitted)
         done = _collected(place, fitted)
         result = answer(done, flops, tokens)
-        if ladder.predict:
-            vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
-            last = points[-1].run.with_values(
-                Origin("the other runs", Rank.DATA), vocab_size=vocabulary
+        if not predicted:
+            return result
+        vocabulary = done.used[0].run.vocab_size  # of raw text, which is known now
+        origin = Origin("the other runs", Rank.DATA)
+        last = runs[-1].with_values(origin, vocab_size=vocabulary)
+        one = _planned(points[-1].name, last, rehearse(last))
+        _require_predictable(one, done, path)
+        prediction = prediction_of(result.fit, one.name, one.parameters, one.tokens)
+        print(f"\n{prediction_text(prediction)}\n", flush=True)
+        if status := runner.run(predicted):
+            return status
+        end = runner.results[folders[-1]]
+        ended = _collected(place, [end])
+        if not ended.used:
+            ((name, reason),) = ended.left_out.items()
+            print(
+                f"{LADDER.name}: no loss to compare: {name} {reason}; change predict, or change"
+                " flags and give another --out",
+                file=sys.stderr,
             )
-            one = _planned(points[-1].name, last, rehearse(last))
-            _require_predictable(one, done, path)
-            loss = result.fit.prediction(one.parameters, one.tokens)
-            prediction = Prediction(one.name, one.parameters, one.tokens, loss)
-            print(f"\n{prediction.as_text()}\n", flush=True)
-            study.sweep = ladder.model_copy(update={"trials": None})
-            if status := trials.run():
-                return status
-            (row,) = (row for row in study.rows() if row.folder == folders[-1])
-            ended = _collected(place, [row])
-            if not ended.used:
-                ((name, reason),) = ended.left_out.items()
-                print(
-                    f"{ladder.command}: no loss to compare: {name} {reason}; change predict, or"
-                    " change flags and give another --out",
-                    file=sys.stderr,
-                )
-                return row.exit_status or NumericError.status
-            require_alike(done.used[0], ended.used[0])
-            prediction = replace(prediction, measured=ended.used[0].loss)
-            result = replace(result, prediction=prediction)
+            return end.exit_status or NumericError.status
+        require_alike(done.used[0], ended.used[0])
+        result.found["prediction"] = measured(prediction, ended.used[0].loss)
         return result
 
 
-def _collected(place: Path, rows: Sequence[Row]) -> Points:
+def _trial(folder: str, rung: Rung, run: RunConfig) -> Trial:
+    rows = {"eval_rows": FIRST_EVAL_ROWS} if run.eval_rows is None else {}
+    return Trial(folder, rung.parameters, rung.flags | rows)
+
+
+def _collected(place: Path, results: Sequence[Result]) -> Points:
     """The points of these trials that are done, with the ends of the others as reasons."""
-    points = collect([place / row.folder for row in rows if row.kind == "done"])
-    ended = {row.folder: row.status for row in rows if row.kind != "done"}
+    points = collect([place / one.folder for one in results if one.state == "done"])
+    ended = {one.folder: one.reason for one in results if one.state != "done"}
     return Points(points.used, points.left_out | ended, points.warnings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Sequence
@@ -22,25 +21,18 @@ from plotly.graph_objects import Figure
 from minimind.report import formats
 from minimind.report.charts import TEMPLATE, Chart
 from minimind.report.page import fill_page, html_table, plots
-from minimind.sweep.study import (
-    ORDER,
-    Row,
-    best_command,
-    best_of,
-    cells_of,
-    distribution_of,
-    parameters_text,
-)
+from minimind.sweep.propose import distribution_of
 from minimind.sweep.sweep_file import Sweep
+from minimind.sweep.trial import ORDER, Result, best_command, best_of, parameters_text, table
 
 NOUNS = {"val_bpb": "bits per byte", "val_loss": "nats per token"}
 
 
-def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
+def render(sweep: Sweep, rows: Sequence[Result], folder: Path) -> str:
     """The HTML of the page."""
     charts = draw(sweep, rows)
-    head, body = cells_of(sweep, rows)
-    kinds = [(sum(row.kind == kind for row in rows), kind) for kind in ORDER]
+    head, *body = table(rows, sweep.metric, sweep.dimensions)
+    kinds = [(sum(row.state == kind for row in rows), kind) for kind in ORDER]
     counts = ", ".join(f"{number} {kind}" for number, kind in kinds if number)
     lead = f"{len(rows)} of {formats.count(sweep.total, 'trial')}: {counts}."
     parts = [f"<h1>{escape(folder.absolute().name)}</h1>", f'<p class="lead">{lead}</p>']
@@ -57,9 +49,9 @@ def render(sweep: Sweep, rows: Sequence[Row], folder: Path) -> str:
     return fill_page(f"{folder.absolute().name}: sweep", "\n".join(parts), charts, is_linked=False)
 
 
-def draw(sweep: Sweep, rows: Sequence[Row]) -> list[Chart]:
+def draw(sweep: Sweep, rows: Sequence[Result]) -> list[Chart]:
     """Optuna's figures of the trials that have a metric."""
-    if not any(math.isfinite(row.metric) for row in rows):
+    if not any(row.finite for row in rows):
         return []
     study, metric, noun = recorded(sweep, rows), sweep.metric, NOUNS[sweep.metric]
     charts = [
@@ -74,7 +66,7 @@ def draw(sweep: Sweep, rows: Sequence[Row]) -> list[Chart]:
     return [*charts, _chart("curves", "Validations", f"{noun} at each step", curves)]
 
 
-def recorded(sweep: Sweep, rows: Sequence[Row]) -> optuna.Study:
+def recorded(sweep: Sweep, rows: Sequence[Result]) -> optuna.Study:
     """The trials as a study in memory.
 
     A trial that did not finish has its last validation as value, and breaks a constraint: Optuna
@@ -83,14 +75,14 @@ def recorded(sweep: Sweep, rows: Sequence[Row]) -> optuna.Study:
     distributions = {n: distribution_of(n, d) for n, d in sweep.dimensions.items()}
     study = optuna.create_study()
     for row in rows:
-        has_metric = math.isfinite(row.metric)
+        has_metric = bool(row.finite)
         trial = optuna.create_trial(
             state=TrialState.COMPLETE if has_metric else TrialState.FAIL,
             value=row.metric if has_metric else None,
             params=row.parameters,
             distributions={name: distributions[name] for name in row.parameters},
-            intermediate_values=row.curve,
-            constraints={"not finished": float(row.kind != "done")},
+            intermediate_values=row.finite,
+            constraints={"not finished": float(row.state != "done")},
         )
         study.add_trial(trial)
     return study

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from operator import attrgetter
@@ -229,84 +229,25 @@ CONSTANTS = ("E", "A", "alpha", "B", "beta")
 HEADS, KEY_HEADS, MULTIPLE, WIDEST, ASPECTS = 8, 2, 64, 8192, (32, 64)
 FIT_OF_A_SHAPE = 0.15  # distance of log N up to which a shape is proposed
 
-Interval = tuple[float, float, float]  # a value, and the ends of its interval
-
-
-@dataclass(frozen=True)
-class Optimum:
-    """The optimum of a budget, or of a number of tokens."""
-
-    budget: str  # "1e18 FLOPs"
-    limit: str  # "--max_flops 1e+18", the flag of that budget
-    flops: Interval
-    parameters: Interval
-    tokens: Interval
-    loss: Interval
-    beyond: float  # how many times the largest size or token count of the runs
-    shape: Shape | None
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The loss of a run that is not in the fit, by the law of the others."""
-
-    name: str
-    parameters: float
-    tokens: float
-    loss: Interval  # of one run
-    measured: float | None = None
-
-    def as_text(self) -> str:
-        """What was predicted, and what was measured."""
-        size, tokens = formats.size(self.parameters), formats.size(self.tokens)
-        value, low, high = self.loss
-        text = (
-            f"prediction for {self.name} ({size} parameters, {tokens} tokens) from the other runs:"
-            f" loss {value:.4f}, {LEVEL:.0%} interval {low:.4f} to {high:.4f}"
-        )
-        if self.measured is None:
-            return text
-        place = "within" if self.is_within else "outside"
-        error = 100 * (self.measured / value - 1)
-        return f"{text}\nmeasured: loss {self.measured:.4f}, {place} the interval, {error:+.2f}%"
-
-    @property
-    def is_within(self) -> bool | None:
-        """Whether the interval has the measured loss; None before it is measured."""
-        _, low, high = self.loss
-        return None if self.measured is None else low <= self.measured <= high
+FORMULAS = {
+    "both": "L(N, D) = E + A / N^alpha + B / D^beta",
+    "parameters": "L(N) = E + A / N^alpha",
+    "tokens": "L(D) = E + B / D^beta",
+}
+UNITS = "L nats per token, N parameters (all of them; a tied embedding counts once), D tokens"
+LABELS = {"a": "a of N ~ C^a", "b": "b of D ~ C^b"}  # sizes of the optimum of C FLOPs
+CURVE = 80  # points of a curve
+MARGIN = 1.5  # factor by which curves go beyond the runs
+MOST_CURVES = 8
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that is printed and drawn."""
+    """What is printed and drawn: `found` is the object of --json, from which all forms are made."""
 
     points: Points
     fit: Fit
-    cost: float  # FLOPs per parameter and token
-    notes: list[str]
-    optima: list[Optimum]
-    prediction: Prediction | None = None
-
-    def constants(self) -> dict[str, Interval]:
-        """The fitted constants, and the exponents of the optimum."""
-        values: dict[str, Callable[[Law], Any]] = {k: attrgetter(k) for k in CONSTANTS}
-        if self.fit.term == "both":
-            values["a"] = lambda law: law.beta / (law.alpha + law.beta)
-            values["b"] = lambda law: law.alpha / (law.alpha + law.beta)
-        constants = {name: interval_of(self.fit, value_of) for name, value_of in values.items()}
-        return {name: one for name, one in constants.items() if math.isfinite(one[0])}
-
-    def fitted(self) -> np.ndarray:
-        """The law's loss of each run."""
-        used = self.points.used
-        sizes = np.array([(point.parameters, point.tokens) for point in used]).T
-        return self.fit.law.loss(*sizes)
-
-
-def interval_of(fitted: Fit, value_of: Callable[[Law], Any]) -> Interval:
-    """A figure of the law, and the ends of its interval."""
-    return (float(value_of(fitted.law)), *fitted.interval(value_of))
+    found: dict[str, Any]
 
 
 def answer(points: Points, flops: Sequence[float], tokens: Sequence[float]) -> Answer:
@@ -331,9 +272,67 @@ def answer(points: Points, flops: Sequence[float], tokens: Sequence[float]) -> A
             f"{runs} text more than once, up to {most.epochs:.1f} times ({most.name}); the law"
             " is of new text"
         )
-    optima = [_optimum(fitted, used, cost, flops=one) for one in flops]
-    optima += [_optimum(fitted, used, cost, tokens=one) for one in tokens]
-    return Answer(points, fitted, cost, notes, optima)
+    values: dict[str, Callable[[Law], Any]] = {name: attrgetter(name) for name in CONSTANTS}
+    if term == "both":
+        values["a"] = lambda law: law.beta / (law.alpha + law.beta)
+        values["b"] = lambda law: law.alpha / (law.alpha + law.beta)
+    constants = {name: interval_of(fitted, value_of) for name, value_of in values.items()}
+    losses = fitted.law.loss(*np.array(sizes))
+    found = {
+        "law": FORMULAS[term],
+        "terms": term,
+        "level": LEVEL,
+        "constants": {k: one for k, one in constants.items() if math.isfinite(one["value"])},
+        "flops_per_parameter_and_token": cost,
+        "notes": notes,
+        "runs": [
+            {"run": one.name, "parameters": one.parameters, "tokens": one.tokens, "loss": one.loss}
+            | {"law": float(loss), "log_error": float(error)}
+            for one, loss, error in zip(used, losses, fitted.residuals, strict=True)
+        ],
+        "left_out": points.left_out,
+        "optima": [
+            *(_optimum(fitted, used, cost, flops=one) for one in flops),
+            *(_optimum(fitted, used, cost, tokens=one) for one in tokens),
+        ],
+    }
+    return Answer(points, fitted, found)
+
+
+def interval_of(fitted: Fit, value_of: Callable[[Law], Any]) -> dict[str, float]:
+    """A figure of the law, and the ends of its interval."""
+    return _interval(float(value_of(fitted.law)), *fitted.interval(value_of))
+
+
+def _interval(value: float, low: float, high: float) -> dict[str, float]:
+    return {"value": value, "low": low, "high": high}
+
+
+def prediction_of(fitted: Fit, name: str, parameters: float, tokens: float) -> dict[str, Any]:
+    """The loss of one run that is not in the fit; it is measured later."""
+    sizes = {"run": name, "parameters": parameters, "tokens": tokens}
+    loss = _interval(*fitted.prediction(parameters, tokens))
+    return {**sizes, "loss": loss, "measured": None, "is_within": None}
+
+
+def measured(prediction: Mapping[str, Any], loss: float) -> dict[str, Any]:
+    """The prediction with the loss that the run reached."""
+    is_within = prediction["loss"]["low"] <= loss <= prediction["loss"]["high"]
+    return {**prediction, "measured": loss, "is_within": is_within}
+
+
+def prediction_text(one: Mapping[str, Any]) -> str:
+    """What was predicted, and what was measured."""
+    size, tokens, loss = formats.size(one["parameters"]), formats.size(one["tokens"]), one["loss"]
+    text = (
+        f"prediction for {one['run']} ({size} parameters, {tokens} tokens) from the other runs:"
+        f" loss {loss['value']:.4f}, {LEVEL:.0%} interval {loss['low']:.4f} to {loss['high']:.4f}"
+    )
+    if one["measured"] is None:
+        return text
+    place = "within" if one["is_within"] else "outside"
+    error = 100 * (one["measured"] / loss["value"] - 1)
+    return f"{text}\nmeasured: loss {one['measured']:.4f}, {place} the interval, {error:+.2f}%"
 
 
 def term_of(
@@ -399,28 +398,37 @@ def _levels(values: Iterable[float]) -> int:
     return count
 
 
-def _optimum(fitted: Fit, used: Sequence[Point], cost: float, **given: float) -> Optimum:
+def _optimum(fitted: Fit, used: Sequence[Point], cost: float, **given: float) -> dict[str, Any]:
     """The optimum of `flops`, or of `tokens`."""
+    ((kind, value),) = given.items()
 
     def sizes(law: Law) -> tuple[Any, Any]:
-        if "flops" in given:
-            return law.optimum(given["flops"], cost)
-        return law.size_for(given["tokens"]), given["tokens"] + 0 * law.alpha
+        if kind == "flops":
+            return law.optimum(value, cost)
+        return law.size_for(value), value + 0 * law.alpha
 
-    parameters = interval_of(fitted, lambda law: sizes(law)[0])
-    tokens = interval_of(fitted, lambda law: sizes(law)[1])
-    largest = [max(getattr(one, k) for one in used) for k in ("parameters", "tokens")]
-    ((kind, value),) = given.items()
-    return Optimum(
-        f"{value:.3g} {'FLOPs' if kind == 'flops' else 'tokens'}",
-        f"--max_{kind} {value:.3g}",
-        interval_of(fitted, lambda law: cost * np.multiply(*sizes(law))),
-        parameters,
-        tokens,
-        interval_of(fitted, lambda law: law.loss(*sizes(law))),
-        max(parameters[0] / largest[0], tokens[0] / largest[1]),
-        nearest_shape(parameters[0], used[0]),
-    )
+    figures = {
+        "flops": interval_of(fitted, lambda law: cost * np.multiply(*sizes(law))),
+        "parameters": interval_of(fitted, lambda law: sizes(law)[0]),
+        "tokens": interval_of(fitted, lambda law: sizes(law)[1]),
+        "loss": interval_of(fitted, lambda law: law.loss(*sizes(law))),
+    }
+    reach = [
+        figures[name]["value"] / max(getattr(one, name) for one in used)
+        for name in ("parameters", "tokens")
+    ]
+    shape, command = nearest_shape(figures["parameters"]["value"], used[0]), ""
+    if shape:
+        command = (
+            f"minimind train --dim {shape.dim} --n_layers {shape.n_layers} --n_heads"
+            f" {shape.n_heads} --n_kv_heads {shape.n_kv_heads} --max_seq_len {shape.max_seq_len}"
+            f" --vocab_size {shape.vocab_size}"
+            f"{'' if shape.tie_word_embeddings else ' --no-tie_word_embeddings'}"
+            f" --max_{kind} {value:.3g}"
+        )
+    budget = f"{value:.3g} {'FLOPs' if kind == 'flops' else 'tokens'}"
+    proposal = {"command": command, "command_parameters": shape and shape.parameters}
+    return {"budget": budget, "times_beyond_the_runs": max(reach), **proposal, **figures}
 
 
 def nearest_shape(parameters: float, like: Point) -> Shape | None:
@@ -437,248 +445,132 @@ def nearest_shape(parameters: float, like: Point) -> Shape | None:
     return nearest
 
 
-def command_of(optimum: Optimum) -> str:
-    """The flags of the proposed shape, with the budget; empty without a shape."""
-    shape = optimum.shape
-    if shape is None:
-        return ""
-    return (
-        f"minimind train --dim {shape.dim} --n_layers {shape.n_layers} --n_heads {shape.n_heads}"
-        f" --n_kv_heads {shape.n_kv_heads} --max_seq_len {shape.max_seq_len}"
-        f" --vocab_size {shape.vocab_size}"
-        f"{'' if shape.tie_word_embeddings else ' --no-tie_word_embeddings'}"
-        f" {optimum.limit}"
-    )
-
-
-FORMULAS = {
-    "both": "L(N, D) = E + A / N^alpha + B / D^beta",
-    "parameters": "L(N) = E + A / N^alpha",
-    "tokens": "L(D) = E + B / D^beta",
-}
-UNITS = "L nats per token, N parameters (all of them; a tied embedding counts once), D tokens"
-LABELS = {"a": "a of N ~ C^a", "b": "b of D ~ C^b"}  # sizes of the optimum of C FLOPs
-CURVE = 80  # points of a curve
-MARGIN = 1.5  # factor by which curves go beyond the runs
-MOST_CURVES = 8
-
-
-def constants_cells(answer: Answer) -> list[list[str]]:
-    """Names of the columns, and a row per constant."""
-    rows = [
+def sections(found: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Titles, each with lines or with the rows of a table: for a terminal and for the page."""
+    runs = [
         [
-            LABELS.get(name, name),
-            formats.figure(value),
-            f"{formats.figure(low)} to {formats.figure(high)}",
+            one["run"],
+            *(f"{one[name]:,.0f}" for name in ("parameters", "tokens")),
+            *(f"{one[name]:.4f}" for name in ("loss", "law")),
+            f"{100 * one['log_error']:+.2f}%",
         ]
-        for name, (value, low, high) in answer.constants().items()
+        for one in found["runs"]
     ]
-    return [["constant", "value", f"{LEVEL:.0%} interval"], *rows]
+    yield "", [["run", "parameters", "tokens", "loss", "law", "error"], *runs]
+    if left := found["left_out"]:
+        yield "left out", [f"  {name}: {reason}" for name, reason in left.items()]
+    yield "", [f"{found['law']}: {UNITS}"]
+    constants = []
+    for name, one in found["constants"].items():
+        value, low, high = map(formats.figure, one.values())
+        constants.append([LABELS.get(name, name), value, f"{low} to {high}"])
+    yield "", [["constant", "value", f"{LEVEL:.0%} interval"], *constants]
+    if found["notes"]:
+        yield "", [f"note: {one}" for one in found["notes"]]
+    if found["optima"]:
+        head = ["budget", "parameters", "tokens", "tokens/parameter", "FLOPs", "loss", "reach"]
+        cost = found["flops_per_parameter_and_token"]
+        title = f"compute-optimal, where a run takes {cost:.3g} N D FLOPs"
+        yield title, [head, *map(_optimum_cells, found["optima"])]
+    for one in found["optima"]:
+        if one["command"]:
+            size = formats.size(one["command_parameters"])
+            yield f"{one['budget']}, a shape of {size}", [one["command"]]
+    if one := found.get("prediction"):
+        yield "", prediction_text(one).split("\n")
 
 
-def optima_cells(answer: Answer) -> list[list[str]]:
-    """Names of the columns, and a row per budget."""
-    head = ["budget", "parameters", "tokens", "tokens/parameter", "FLOPs", "loss", "reach"]
-    rows = [
-        [
-            optimum.budget,
-            *(_ranged(value) for value in (optimum.parameters, optimum.tokens)),
-            f"{optimum.tokens[0] / optimum.parameters[0]:.3g}",
-            f"{optimum.flops[0]:.3g}",
-            f"{optimum.loss[0]:.4f} ({optimum.loss[1]:.4f} to {optimum.loss[2]:.4f})",
-            f"{optimum.beyond:.3g}x the runs" if optimum.beyond > 1 else "within the runs",
-        ]
-        for optimum in answer.optima
+def _optimum_cells(one: Mapping[str, Any]) -> list[str]:
+    ratio, loss = one["tokens"]["value"] / one["parameters"]["value"], one["loss"]
+    beyond, cells = one["times_beyond_the_runs"], [one["budget"]]
+    for name in ("parameters", "tokens"):
+        value, low, high = map(formats.size, one[name].values())
+        cells.append(value if low == high else f"{value} ({low} to {high})")
+    return [
+        *cells,
+        f"{ratio:.3g}",
+        f"{one['flops']['value']:.3g}",
+        f"{loss['value']:.4f} ({loss['low']:.4f} to {loss['high']:.4f})",
+        f"{beyond:.3g}x the runs" if beyond > 1 else "within the runs",
     ]
-    return [head, *rows]
-
-
-def runs_cells(answer: Answer) -> list[list[str]]:
-    """Names of the columns, and a row per run."""
-    rows = [
-        [
-            one.name,
-            f"{one.parameters:,.0f}",
-            f"{one.tokens:,.0f}",
-            *(f"{value:.4f}" for value in (one.loss, fitted)),
-            f"{100 * error:+.2f}%",
-        ]
-        for one, fitted, error in zip(
-            answer.points.used, answer.fitted(), answer.fit.residuals, strict=True
-        )
-    ]
-    return [["run", "parameters", "tokens", "loss", "law", "error"], *rows]
-
-
-def _ranged(interval: Interval) -> str:
-    value, low, high = map(formats.size, interval)
-    return value if low == high else f"{value} ({low} to {high})"
 
 
 def as_text(answer: Answer) -> str:
     """The answer for a terminal."""
-    parts = [aligned(runs_cells(answer), "<>")]
-    if left := [f"  {name}: {reason}" for name, reason in answer.points.left_out.items()]:
-        parts.append("\n".join(["left out:", *left]))
-    parts.append(f"{FORMULAS[answer.fit.term]}: {UNITS}")
-    parts.append(aligned(constants_cells(answer), "<>"))
-    if answer.notes:
-        parts.append("\n".join(f"note: {one}" for one in answer.notes))
-    if answer.optima:
-        parts.append(f"{_optima_title(answer)}\n{aligned(optima_cells(answer), '<>')}")
-        parts += filter(None, map(_proposal, answer.optima))
-    if answer.prediction:
-        parts.append(answer.prediction.as_text())
-    return "\n\n".join(parts)
-
-
-def _optima_title(answer: Answer) -> str:
-    return f"compute-optimal, where a run takes {answer.cost:.3g} N D FLOPs:"
-
-
-def _proposal(optimum: Optimum) -> str:
-    if optimum.shape is None:
-        return ""
-    size = formats.size(optimum.shape.parameters)
-    return f"{optimum.budget}, a shape of {size}:\n{command_of(optimum)}"
-
-
-def as_object(answer: Answer) -> dict[str, Any]:
-    """The answer for --json."""
-    errors = answer.fit.residuals
-    return {
-        "law": FORMULAS[answer.fit.term],
-        "terms": answer.fit.term,
-        "level": LEVEL,
-        "constants": {k: _listed(v) for k, v in answer.constants().items()},
-        "flops_per_parameter_and_token": answer.cost,
-        "notes": answer.notes,
-        "runs": [
-            {"run": one.name, "parameters": one.parameters, "tokens": one.tokens, "loss": one.loss}
-            | {"law": float(loss), "log_error": float(error)}
-            for one, loss, error in zip(answer.points.used, answer.fitted(), errors, strict=True)
-        ],
-        "left_out": answer.points.left_out,
-        "optima": [
-            {"budget": one.budget, "times_beyond_the_runs": one.beyond, "command": command_of(one)}
-            | {k: _listed(getattr(one, k)) for k in ("flops", "parameters", "tokens", "loss")}
-            for one in answer.optima
-        ],
-        **_predicted(answer.prediction),
-    }
-
-
-def _predicted(one: Prediction | None) -> dict[str, Any]:
-    if one is None:
-        return {}
-    values = {"run": one.name, "parameters": one.parameters, "tokens": one.tokens}
-    values |= {"loss": _listed(one.loss), "measured": one.measured, "is_within": one.is_within}
-    return {"prediction": values}
-
-
-def _listed(interval: Interval) -> dict[str, float]:
-    return dict(zip(("value", "low", "high"), interval, strict=True))
+    return "\n\n".join(
+        (f"{title}:\n" if title else "")
+        + (aligned(rows, "<>") if isinstance(rows[0], list) else "\n".join(rows))
+        for title, rows in sections(answer.found)
+    )
 
 
 def render(answer: Answer) -> str:
     """The HTML of the page."""
     charts = [draw(answer)]
     used = formats.count(len(answer.points.used), "run")
-    parts = ["<h1>Scaling law</h1>", f'<p class="lead">{escape(FORMULAS[answer.fit.term])}</p>']
-    parts.append(f'<p class="quiet">Fitted to {used}; {escape(UNITS)}.</p>')
-    parts += [f"<p>Note: {escape(one)}.</p>" for one in answer.notes]
-    parts.append(_table(constants_cells(answer)))
-    if answer.optima:
-        title = _optima_title(answer).rstrip(":")
-        parts.append(f"<h2>Budgets</h2><p>{title[0].upper()}{title[1:]}.</p>")
-        parts.append(_table(optima_cells(answer)))
-        for one in filter(command_of, answer.optima):
-            label, code = escape(one.budget), escape(command_of(one))
-            parts.append(f'<p class="pairs"><b>{label}</b> <code>{code}</code></p>')
-    if answer.prediction:
-        lines = "".join(f"<p>{escape(one)}.</p>" for one in answer.prediction.as_text().split("\n"))
-        parts.append(f"<h2>Prediction</h2>{lines}")
-    parts += ["<h2>Plot</h2>", plots(charts, is_single=True)]
-    parts.append(f"<h2>Runs</h2>{_table(runs_cells(answer))}")
-    if answer.points.left_out:
-        rows = [*answer.points.left_out.items()]
-        parts.append(f"<h2>Left out</h2>{html_table(('run', 'reason'), rows, 'final')}")
+    parts = ["<h1>Scaling law</h1>", f'<p class="lead">Fitted to {used}.</p>']
+    parts.append(plots(charts, is_single=True))
+    for title, rows in sections(answer.found):
+        parts.append(f"<h2>{escape(title.capitalize())}</h2>" if title else "")
+        if isinstance(rows[0], list):
+            parts.append(html_table(rows[0], rows[1:], "ranks"))
+        else:
+            parts += [f"<p>{escape(line)}</p>" for line in rows]
     parts.append(f"<footer>Written {formats.timestamp(time.time())} by minimind scaling</footer>")
     return fill_page("Scaling law", "\n".join(parts), charts, is_linked=False)
 
 
-def _table(cells: list[list[str]]) -> str:
-    head, *rows = cells
-    return html_table(head, rows, "ranks")
-
-
 def draw(answer: Answer) -> Chart:
     """The runs and the law over tokens, a curve for each size; of a law over sizes, over these."""
-    used, term = answer.points.used, answer.fit.term
+    used, term, one = answer.points.used, answer.fit.term, answer.found.get("prediction")
     name, other = ("parameters", "tokens") if term == "parameters" else ("tokens", "parameters")
-    one = answer.prediction
-    drawn = [*used, one] if one else used
-    values = np.array([getattr(point, name) for point in drawn])
-    low, high = float(values.min() / MARGIN), float(values.max() * MARGIN)
-    x = np.geomspace(low, high, CURVE)
-    others = sorted({getattr(point, other) for point in used})
-    if term != "both":
-        others = others[:1]
-    shown = [
-        others[round(n)] for n in np.linspace(0, len(others) - 1, min(len(others), MOST_CURVES))
-    ]
+    values = [getattr(point, name) for point in used] + ([one[name]] if one else [])
+    x = np.geomspace(min(values) / MARGIN, max(values) * MARGIN, CURVE)
+    others = sorted({getattr(point, other) for point in used})[: None if term == "both" else 1]
+    some = np.linspace(0, len(others) - 1, min(len(others), MOST_CURVES))
+    shown = [others[round(n)] for n in some]
     traces: list[Any] = []
-    for n, value in enumerate(shown):
-        tone, dash = run_style(n)
-        near = [point for point in used if _nearest(shown, getattr(point, other)) == value]
-        label = f"{formats.size(value)} {other}" if term == "both" else "runs"
+
+    def add_curve(label: str, value: float, color: str, dash: str) -> None:
         sizes = {name: x, other: value}
         y = answer.fit.law.loss(sizes["parameters"], sizes["tokens"])
-        line = {"color": LIGHT[tone], "width": 1.5, "dash": dash}
-        curve = {"mode": "lines", "line": line, "hoverinfo": "skip", "showlegend": False}
-        traces.append(go.Scatter(x=x, y=y, name=f"law, {label}", **curve))
-        texts = [escape(f"{point.name}: {point.loss:.4f}") for point in near]
-        marker = {"color": LIGHT[tone], "size": 9}
-        dots = {"mode": "markers", "marker": marker, "text": texts, "hoverinfo": "text"}
-        xy = {"x": [getattr(point, name) for point in near], "y": [point.loss for point in near]}
-        traces.append(go.Scatter(name=label, **xy, **dots))
+        line = {"color": color, "width": 1.5, "dash": dash}
+        hidden = {"hoverinfo": "skip", "showlegend": False}
+        traces.append(go.Scatter(x=x, y=y, name=f"law, {label}", mode="lines", line=line, **hidden))
+
+    def add_dots(label: str, dots: list[tuple[str, float, float]], **look: Any) -> None:
+        names, at, losses = zip(*dots, strict=True)
+        texts = [escape(f"{who}: {y:.4f}") for who, y in zip(names, losses, strict=True)]
+        look = {"mode": "markers", "text": texts, "hoverinfo": "text", **look}
+        traces.append(go.Scatter(name=label, x=at, y=losses, **look))
+
+    for n, value in enumerate(shown):
+        tone, dash = run_style(n)
+        label = f"{formats.size(value)} {other}" if term == "both" else "runs"
+        add_curve(label, value, LIGHT[tone], dash)
+        near = [
+            (point.name, getattr(point, name), point.loss)
+            for point in used
+            if min(shown, key=lambda one: abs(math.log(one / getattr(point, other)))) == value
+        ]
+        add_dots(label, near, marker={"color": LIGHT[tone], "size": 9})
     if one:
-        loss, bottom, top = one.loss
-        sizes = {name: x, other: getattr(one, other)}
-        y = answer.fit.law.loss(sizes["parameters"], sizes["tokens"])
-        line = {"color": LIGHT["ink"], "width": 1.5, "dash": "dot"}
-        curve = {"mode": "lines", "line": line, "hoverinfo": "skip", "showlegend": False}
-        traces.append(go.Scatter(x=x, y=y, name="law, prediction", **curve))
-        bar = {"type": "data", "symmetric": False, "array": [top - loss]}
-        bar |= {"arrayminus": [loss - bottom], "color": LIGHT["ink"]}
-        for label, value, symbol in (
-            ("predicted", loss, "diamond-open"),
-            ("measured", one.measured, "x-thin-open"),
-        ):
-            if value is None:
-                continue
-            marker = {"color": LIGHT["ink"], "size": 11, "symbol": symbol, "line": {"width": 2}}
-            text = escape(f"{one.name}, {label}: {value:.4f}")
-            dots = {"mode": "markers", "marker": marker, "text": [text], "hoverinfo": "text"}
-            error = {"error_y": bar} if label == "predicted" else {}
-            traces.append(
-                go.Scatter(name=label, x=[getattr(one, name)], y=[value], **dots, **error)
-            )
-    ticks = formats.log_ticks(low, high)
-    ticks = [tick for tick in ticks if low <= tick <= high] or ticks
+        loss, ink = one["loss"], LIGHT["ink"]
+        add_curve("prediction", one[other], ink, "dot")
+        bar = {"type": "data", "symmetric": False, "array": [loss["high"] - loss["value"]]}
+        bar |= {"arrayminus": [loss["value"] - loss["low"]], "color": ink}
+        look = {"color": ink, "size": 11, "line": {"width": 2}}
+        at = (f"{one['run']}, predicted", one[name], loss["value"])
+        add_dots("predicted", [at], marker=look | {"symbol": "diamond-open"}, error_y=bar)
+        if one["measured"] is not None:
+            at = (f"{one['run']}, measured", one[name], one["measured"])
+            add_dots("measured", [at], marker=look | {"symbol": "x-thin-open"})
     layout = {
         "template": TEMPLATE,
         "hovermode": "closest",
-        "xaxis": {
-            **{"title": name, "type": "log", "range": [math.log10(low), math.log10(high)]},
-            **{"tickvals": ticks, "ticktext": [formats.size(tick) for tick in ticks]},
-        },
+        "xaxis": {"title": name, "type": "log", "exponentformat": "SI"},
         "yaxis": {"title": "loss"},
         "showlegend": len(shown) > 1 or one is not None,
     }
     unit = "nats per token; points are runs, curves the law"
     return Chart("loss", f"Loss over {name}", unit, go.Figure(traces, layout))
-
-
-def _nearest(values: Sequence[float], value: float) -> float:
-    return min(values, key=lambda candidate: abs(np.log(candidate / value)))

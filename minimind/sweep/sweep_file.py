@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -19,7 +19,6 @@ from minimind.config.run_config import RunConfig
 from minimind.config.yaml_files import load_yaml_texts
 from minimind.errors import UsageError, fault_error
 from minimind.runtime.checked_json import describe_fault
-from minimind.runtime.urls import masked_values
 
 if TYPE_CHECKING:
     from minimind.train.start import Plan
@@ -59,12 +58,6 @@ Dimension = Annotated[
 class Sweep(Checked):
     """The content of SWEEP.yaml. Loss and bits per byte are minimized."""
 
-    command: ClassVar[str] = "minimind sweep"
-    max_failures: ClassVar[int] = 3  # trials in a row that may fail before the sweep ends
-    free: ClassVar[tuple[str, ...]] = ()  # fields that may change in a folder; trials may grow
-    changes: ClassVar[str] = "only trials may grow"
-    other_runs: ClassVar[str] = "change flags or dimensions, and give another --out"
-
     flags: dict[str, Any]
     dimensions: dict[str, Dimension] = Field(min_length=1)
     trials: int | None = Field(default=None, ge=1, le=MAX_TRIALS)
@@ -88,9 +81,6 @@ class Sweep(Checked):
     def flags_of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The flags of a trial."""
         return {**self.flags, **parameters}
-
-    def require_suited(self, run: RunConfig, parameters: Mapping[str, Any]) -> None:
-        """Raise UsageError for a run that this command cannot use."""
 
 
 def read_sweep(path: str) -> Sweep:
@@ -224,36 +214,38 @@ def points(name: str, dimension: list[str] | Range) -> list[Any]:
     return [min(low + n * step, high) for n in range(count)]
 
 
-def rehearsed(sweep: Sweep, parameters: Mapping[str, Any], path: str) -> tuple[RunConfig, Plan]:
-    """The settings of a trial, and what its start decides.
-
-    Raise what the start would raise before its long work. A combination that cannot be trained is
-    a UsageError, or TooFewRows.
-    """
-    from minimind.train.start import rehearse  # torch
-
-    run = build_config(sweep.flags_of(parameters), f"{in_template(path)}: {{name}}")
+def settings_of(flags: Mapping[str, Any], metric: str, path: str) -> RunConfig:
+    """The settings of a trial; raise UsageError for what no trial can have."""
+    run = build_config(flags, f"{in_template(path)}: {{name}}")
     for name in OWNED:  # a --config file may set them; the out_dir of a trial precedes it
         value = getattr(run, name)
         if name != "out_dir" and value != FLAGS[name].default:
             raise UsageError(
-                f"{name} = {value} ({run.sources[name]}) is no setting of a trial: {sweep.command}"
-                " starts, stops and continues trials itself; remove it"
+                f"{name} = {value} ({run.sources[name]}) is no setting of a trial, which this"
+                " command starts, stops and continues itself; remove it"
             )
     if run.eval_rows == 0 or (run.val_fraction == 0 and run.val_path is None):
         name = "eval_rows" if run.eval_rows == 0 else "val_fraction"
         raise UsageError(
-            f"{name} = 0 ({run.sources[name]}) leaves no {sweep.metric} to compare trials by; raise"
-            " it"
+            f"{name} = 0 ({run.sources[name]}) leaves no {metric} to compare trials by; raise it"
         )
-    sweep.require_suited(run, parameters)
+    return run
+
+
+def rehearsed(run: RunConfig, metric: str) -> Plan:
+    """What the start of a trial decides; raise what it would raise before its long work.
+
+    A combination that cannot be trained is a UsageError, or TooFewRows.
+    """
+    from minimind.train.start import rehearse  # torch
+
     plan = rehearse(run)
     if plan.held_out == 0:
         raise UsageError(
             f"{plan.text} holds no row of {run.max_seq_len} tokens out, and so has no"
-            f" {sweep.metric} to compare trials by; prepare it again with a larger --val_fraction"
+            f" {metric} to compare trials by; prepare it again with a larger --val_fraction"
         )
-    return run, plan
+    return plan
 
 
 def first_config(sweep: Sweep, path: str) -> RunConfig:
@@ -262,17 +254,16 @@ def first_config(sweep: Sweep, path: str) -> RunConfig:
     A combination that cannot be trained otherwise is refused at its turn.
     """
     first = {name: points(name, dimension)[0] for name, dimension in sweep.dimensions.items()}
-    return rehearsed(sweep, first, path)[0]
+    run = settings_of(sweep.flags_of(first), sweep.metric, path)
+    rehearsed(run, sweep.metric)
+    return run
 
 
-def changed_fields(before: Mapping[str, Any], sweep: Sweep) -> list[str]:
-    """Names of the fields that differ, as `dimensions.dim`; some may have grown or be free."""
-    before, now = masked_values(before), masked_values(sweep.model_dump())
+def changed_fields(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Names of the fields that differ, as `dimensions.dim`; `trials` may have grown."""
     changed = []
     for name, value in now.items():
         old = before.get(name)
-        if name in sweep.free:
-            continue
         if name == "trials":
             changed += [name] * bool(old and value and value < old)
         elif isinstance(value, dict) and isinstance(old, dict):

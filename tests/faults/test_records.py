@@ -30,7 +30,7 @@ from minimind.report.page import render_parts
 from minimind.report.placement import placement
 from minimind.runtime.checked_json import MAX_BYTES
 from minimind.runtime.event_log import EventLog
-from minimind.sweep.trial import Validations
+from minimind.sweep.trial import Progress
 from tests.conftest import SMALL, Trained
 from tests.faults import tiny
 
@@ -114,7 +114,7 @@ def readers(run_dir: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "resume", lambda: newest_acknowledged(EventLog(log))
     yield "floors, scores", lambda: [*EventLog(log).events(*NAMES, "step", "token_balance")]
     yield "prune", lambda: good_step(EventLog(log), 6)
-    yield "sweep", Validations(run_dir, "val_loss").read_new
+    yield "sweep", lambda: Progress(run_dir, "val_loss")
     yield "data at", lambda: read_run(run_dir)
 
     def report() -> None:

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import yaml
 
 from minimind.runtime.process import StopRequest
-from minimind.sweep import run
-from minimind.sweep.study import Row, Study
+from minimind.sweep.propose import Proposals
+from minimind.sweep.run import SWEEP, Runner, trials_of
 from minimind.sweep.sweep_file import read_sweep
+from minimind.sweep.trial import Result
 
-NO_PROCESS = 2**30  # no process has this id
 STEPS, INTERVAL = 40, 10
 CONTENT: dict[str, Any] = {
     "flags": {"max_steps": STEPS, "eval_interval": INTERVAL, "device": "cpu"},
@@ -38,7 +38,6 @@ class MadeProcess:
     Its folder keeps its step, as a checkpoint does.
     """
 
-    pid = NO_PROCESS
     kill_at: int | None = None  # looks until the sweep is killed
     statuses: Mapping[str, int] = {}  # by folder: ends with it at step 20
     refuses: Mapping[str, int] = {}  # by folder: ends with it at each start
@@ -127,11 +126,14 @@ def sweep_in(
     parallel: int = 1,
     stop: StopRequest | None = None,
     **changes: Any,
-) -> tuple[int, list[Row]]:
+) -> tuple[int, list[Result]]:
     """Run a sweep in `place` with `process`; return its status and its trials."""
-    path = write_sweep(place.with_name(f"{place.name}-file"), **changes)
-    place.mkdir(exist_ok=True)
-    study = Study(read_sweep(str(path)), place, str(path))
-    environments = [{"SLOT": str(n)} for n in range(parallel)]
-    status = run.SweepRun(study, str(path), environments, stop or StopRequest(), process).run()
-    return status, study.rows()
+    path = str(write_sweep(place.with_name(f"{place.name}-file"), **changes))
+    sweep = read_sweep(path)
+    slots = [{"SLOT": str(n)} for n in range(parallel)]
+    runner = Runner(SWEEP, sweep.metric, place, slots, stop or StopRequest(), process)
+    proposals = Proposals(sweep, runner.results)
+    runner.resume()
+    trials = trials_of(sweep, path, runner.results, proposals.parameters)
+    status = runner.run(trials, proposals.is_to_be_pruned)
+    return status, sorted(runner.results.values(), key=lambda one: one.folder)

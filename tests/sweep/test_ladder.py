@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 
-from minimind.cli import report
 from minimind.cli.main import main
 from minimind.config import rules
 from minimind.runtime.process import CAUGHT
@@ -22,7 +21,7 @@ from minimind.sweep import run, scaling
 from minimind.sweep.law import Fit, fit
 from tests.docs.commands import all_blocks, files_in
 from tests.report.made import Drawn, evaluation, run_start, write_run
-from tests.sweep.made import NO_PROCESS, Killed
+from tests.sweep.made import Killed
 from tests.sweep.made_runs import LAW, TOKENS_PER_STEP, shape_of_dim, write_point
 
 CONTENT: dict[str, Any] = {
@@ -46,7 +45,6 @@ def whole_steps(budget: float) -> float:
 class MadeRun:
     """A run that ends at its first look with a loss of LAW."""
 
-    pid = NO_PROCESS
     given: ClassVar[dict[str, Mapping[str, Any]]] = {}  # flags by folder
     starts: ClassVar[list[str]] = []
     noise: ClassVar[dict[str, float]] = {}  # of log loss
@@ -545,12 +543,6 @@ def test_a_folder_called_run_is_read_as_before(tmp_path, capsys, monkeypatch):
     for word in ("--parallel=2", "--dry_run"):
         assert main(["scaling", "run", word]) == 2
         assert "has no effect without run SPEC.yaml; remove it" in capsys.readouterr().err
-
-
-def test_what_the_command_needs_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(report, "find_spec", lambda name: None if name == "optuna" else name)
-    assert train(tmp_path) == 2
-    assert "the package optuna, which is not installed" in capsys.readouterr().err
 
 
 def test_the_spec_of_the_docs_is_accepted(tmp_path, capsys):

@@ -6,24 +6,26 @@ import math
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minimind.config.parse import parse_flags
 from minimind.report.page import write_page
 from minimind.sweep.page import render
-from minimind.sweep.study import Row, best_command, table_text
 from minimind.sweep.sweep_file import Sweep, read_sweep
+from minimind.sweep.trial import Result, best_command, table, table_text
 from tests.report.made import Drawn, values_of
 from tests.report.test_report_commands import in_browser
 from tests.sweep.made import write_sweep
 
 
-def row(n: int, rate: float, size: str, metric: float, kind: str = "done", **more: str) -> Row:
+def row(n: int, rate: float, size: str, metric: float, kind: str = "done", **more: str) -> Result:
     status = more.get("status", kind)
     curve = {} if math.isnan(metric) else {10: metric + 1, 20: metric}
     parameters = {"learning_rate": rate, "batch_size": size}
-    return Row(f"trial-{n:04d}", parameters, metric, curve, 20, kind, status)
+    told: dict[str, Any] = {"state": kind, "reason": status, "curve": curve, "steps": 20}
+    return Result(folder=f"trial-{n:04d}", parameters=parameters, **told)
 
 
 ROWS = [
@@ -39,8 +41,8 @@ def made_sweep(tmp_path: Path, **changes: object) -> Sweep:
     return read_sweep(str(write_sweep(tmp_path, **changes)))
 
 
-def test_the_table_has_the_best_first_then_pruned_then_failed(tmp_path: Path):
-    text = table_text(made_sweep(tmp_path), ROWS)
+def test_the_table_has_the_best_first_then_pruned_then_failed():
+    text = table_text(table(ROWS, "val_bpb", ["learning_rate", "batch_size"]))
     assert text.splitlines()[0].split() == [
         *("trial", "val_bpb", "learning_rate", "batch_size", "steps", "status")
     ]

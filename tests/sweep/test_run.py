@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import pytest
 
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
+from minimind.config.run_config import RunConfig
+from minimind.errors import StorageError
 from minimind.runtime.process import StopRequest
 from minimind.sweep import run
-from minimind.sweep.study import Study, best_of
-from minimind.sweep.sweep_file import read_sweep
+from minimind.sweep.trial import Result, best_of, read_results
 from tests.sweep.made import CONTENT, Killed, made_process, sweep_in, write_sweep
 
 GRID: dict[str, Any] = {
@@ -33,7 +36,7 @@ def test_every_trial_is_a_run_in_a_folder_and_the_lowest_metric_is_the_best(tmp_
     assert status == 0
     assert [row.folder for row in rows] == [f"trial-{n:04d}" for n in range(6)]
     assert process.starts == [row.folder for row in rows]
-    assert {row.kind for row in rows} == {"done"}
+    assert {row.state for row in rows} == {"done"}
     best = best_of(rows)
     assert best
     assert best.metric == min(row.metric for row in rows)
@@ -45,11 +48,11 @@ def test_every_trial_is_a_run_in_a_folder_and_the_lowest_metric_is_the_best(tmp_
 def test_bad_trials_are_stopped_by_the_median_of_the_others(tmp_path: Path):
     status, rows = sweep_in(tmp_path / "out", made_process(), trials=12, sampler="random")
     assert status == 0
-    pruned = [row for row in rows if row.kind == "pruned"]
+    pruned = [row for row in rows if row.state == "pruned"]
     assert pruned
     for row in pruned:
         assert row.steps == max(row.curve) < 40
-        finished = [one.curve for one in rows if one.kind == "done" and one.folder < row.folder]
+        finished = [one.curve for one in rows if one.state == "done" and one.folder < row.folder]
         values = sorted(curve[row.steps] for curve in finished)
         assert row.metric > values[(len(values) - 1) // 2]
     assert all(row.folder >= "trial-0004" for row in pruned)  # pruner_startup_trials
@@ -58,7 +61,7 @@ def test_bad_trials_are_stopped_by_the_median_of_the_others(tmp_path: Path):
 def test_the_pruner_waits_for_its_first_trials_and_steps(tmp_path: Path):
     limits: dict[str, Any] = {"pruner_startup_trials": 2, "pruner_warmup_steps": 30}
     _, rows = sweep_in(tmp_path / "out", made_process(), trials=8, sampler="random", **limits)
-    pruned = [row for row in rows if row.kind == "pruned"]
+    pruned = [row for row in rows if row.state == "pruned"]
     assert pruned
     assert {row.steps for row in pruned} <= {30, 40}
 
@@ -81,35 +84,51 @@ def test_a_killed_sweep_goes_on_with_the_same_trials(tmp_path: Path, sampler: st
     assert process.starts.count(interrupted) == 2
     assert len(process.starts) == len(whole) + 1
     # One that was killed as it was to be pruned may get to its next validation.
-    assert [row for row in rows if row.folder != interrupted or row.kind == "done"] == [
-        row for row in whole if row.folder != interrupted or row.kind == "done"
+    assert [row for row in rows if row.folder != interrupted or row.state == "done"] == [
+        row for row in whole if row.folder != interrupted or row.state == "done"
     ]
-    assert [(row.folder, row.parameters, row.kind) for row in rows] == [
-        (row.folder, row.parameters, row.kind) for row in whole
+    assert [(row.folder, row.parameters, row.state) for row in rows] == [
+        (row.folder, row.parameters, row.state) for row in whole
     ]
 
 
-def test_a_sweep_killed_before_a_trial_is_queued_again_queues_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    import optuna
-
+def test_a_trial_that_ended_before_it_could_be_recorded_is_not_started_again(tmp_path: Path):
     process = made_process(kill_at=8)
     with pytest.raises(Killed):
-        sweep_in(tmp_path / "out", process)
-
-    def killed(*_: Any, **__: Any) -> None:
-        raise Killed
-
+        sweep_in(tmp_path / "out", process, pruner="none")
+    log = tmp_path / "out" / "trial-0001" / "metrics.jsonl"
+    last = {"event": "eval", "step": 40, "val_bpb": 1.5}, {"event": "exit", "step": 40, "status": 0}
+    with open(log, "a") as file:
+        file.writelines(f"{json.dumps(event)}\n" for event in last)
     process.kill_at = None
-    with monkeypatch.context() as patch:
-        patch.setattr(optuna.study.Study, "tell", killed)
-        with pytest.raises(Killed):
-            sweep_in(tmp_path / "out", process)
-    status, rows = sweep_in(tmp_path / "out", process)
-    assert status == 0
-    assert [row.folder for row in rows] == [f"trial-{n:04d}" for n in range(6)]
-    assert len(process.starts) == 7
+    status, rows = sweep_in(tmp_path / "out", process, pruner="none")
+    assert (status, rows[1].state, rows[1].metric) == (0, "done", 1.5)
+    assert process.starts == [f"trial-{n:04d}" for n in range(6)]
+
+
+def test_a_kill_between_two_files_loses_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """At each write of trial.json, before it and after it."""
+    _, whole = sweep_in(tmp_path / "whole", made_process(), trials=3)
+    write, out = Result.write, tmp_path / "out"
+    for at in range(6):
+        for is_written in (False, True):
+            calls = count()
+
+            def killed(one: Result, place: Path, at=at, is_written=is_written, calls=calls) -> None:
+                is_now = next(calls) == at
+                if is_written or not is_now:
+                    write(one, place)
+                if is_now:
+                    raise Killed
+
+            process = made_process()
+            with monkeypatch.context() as patch:
+                patch.setattr(Result, "write", killed)
+                with pytest.raises(Killed):
+                    sweep_in(out, process, trials=3)
+            assert sweep_in(out, process, trials=3) == (0, whole)
+            assert len(process.starts) <= 4
+            shutil.rmtree(out)
 
 
 def test_a_sweep_that_is_done_starts_nothing_and_may_grow(tmp_path: Path):
@@ -120,6 +139,14 @@ def test_a_sweep_that_is_done_starts_nothing_and_may_grow(tmp_path: Path):
     assert status == 0
     assert more[:3] == rows
     assert len(process.starts) == len(more) == 5
+
+
+@pytest.mark.parametrize("sampler", ["random", "grid"])
+def test_a_range_whose_step_leaves_one_value_has_that_value(tmp_path: Path, sampler: str):
+    one = {"weight_decay": {"low": 0.1, "high": 0.2, "step": 0.5}, "learning_rate": ["1e-2"]}
+    changes = {"sampler": sampler, "trials": 1, "dimensions": one}
+    status, (row,) = sweep_in(tmp_path / "out", made_process(), **changes)
+    assert (status, row.parameters["weight_decay"]) == (0, 0.1)
 
 
 def test_a_grid_is_every_combination_once(tmp_path: Path):
@@ -141,19 +168,19 @@ def test_a_stop_asks_every_trial_to_save_and_the_next_start_goes_on(
     process.stop_after = stop
     status, rows = sweep_in(tmp_path / "out", process, parallel=2, stop=stop)
     assert status == 75
-    assert [row.kind for row in rows] == ["interrupted", "interrupted"]
+    assert [row.state for row in rows] == ["interrupted", "interrupted"]
     process.stop_after, process.stop_status = None, 75
     status, rows = sweep_in(tmp_path / "out", process, parallel=2)
     assert status == 0
     assert len(rows) == 6
-    assert {row.kind for row in rows} <= {"done", "pruned"}
+    assert {row.state for row in rows} <= {"done", "pruned"}
 
 
 def test_a_trial_that_is_pruned_before_it_listens_to_signals_is_pruned(tmp_path: Path):
     process = made_process(stop_status=-15)
     status, rows = sweep_in(tmp_path / "out", process, trials=12, sampler="random")
     assert status == 0
-    assert {row.kind for row in rows} == {"done", "pruned"}
+    assert {row.state for row in rows} == {"done", "pruned"}
 
 
 def flags_of(text: Path) -> dict[str, Any]:
@@ -183,8 +210,8 @@ def test_a_combination_that_its_start_would_refuse_is_not_started(tmp_path: Path
     status, rows = sweep_in(tmp_path / "out", process, flags=flags, dimensions=dimensions, **grid)
     assert status == 0
     assert process.starts == ["trial-0000", "trial-0003"]
-    assert [row.kind for row in rows] == ["done", "failed", "failed", "done"]
-    assert "refused: max_tokens = 10000" in rows[1].status
+    assert [row.state for row in rows] == ["done", "failed", "failed", "done"]
+    assert "refused: max_tokens = 10000" in rows[1].reason
     assert "trial-0001: refused: max_tokens = 10000" in capsys.readouterr().out
 
 
@@ -197,38 +224,49 @@ def test_more_rows_than_the_text_has_end_only_their_trial(
     dimensions = {"learning_rate": ["1e-2"], "batch_size": rows}
     status, found = sweep_in(tmp_path / "out", process, dimensions=dimensions, **changes)
     assert status == 0
-    assert [row.kind for row in found] == ["failed" if n == "400000" else "done" for n in rows]
+    assert [row.state for row in found] == ["failed" if n == "400000" else "done" for n in rows]
     assert len(process.starts) == 1
 
 
 def test_a_trial_whose_folder_is_cut_is_started_and_may_be_tried_again(
-    tmp_path: Path, prepared: Path
+    tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch
 ):
     data = tmp_path / "data"
     shutil.copytree(prepared, data)
     shard = next(data.glob("train-*.bin"))
-    process = made_process(statuses={"trial-0000": 3})
-    flags, out = flags_of(data), tmp_path / "out"
-    changes: dict[str, Any] = {"trials": 1, "flags": flags}
-    content = read_sweep(str(write_sweep(tmp_path, **changes)))
-    out.mkdir()
-    shard.write_bytes(b"")
-    study = Study(content, out, "sweep.yaml")
-    status = run.SweepRun(study, "sweep.yaml", [{}], StopRequest(), process).run()
-    assert (status, process.starts) == (0, ["trial-0000"])
-    assert [row.status for row in study.rows()] == ["status 3: the last line of trial-0000"]
-    assert run.conclude(study, status) == 3
-    process.statuses = {}
-    assert run.SweepRun(study, "sweep.yaml", [{}], StopRequest(), process).run() == 0
-    assert [row.kind for row in study.rows()] == ["done"]
-
-
-def test_a_database_that_is_none_is_named(tmp_path: Path, capsys: Any):
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "sweep.db").write_bytes(b"no database " * 100)
-    assert main(["sweep", str(write_sweep(tmp_path)), "--out", str(out)]) == 5
-    assert f"{out / 'sweep.db'}: file is not a database; " in capsys.readouterr().err
+    process = made_process(statuses={"trial-0000": 3})
+    monkeypatch.setattr(run, "TrialProcess", process)
+    monkeypatch.setattr(StopRequest, "listen", lambda _: None)
+    path = write_sweep(tmp_path, trials=1, flags=flags_of(data), metric="val_bpb")
+    shard.write_bytes(b"")
+    monkeypatch.setattr(run, "first_config", lambda *_: RunConfig(data_path=(str(data),)))
+    words = ["sweep", str(path), "--out", str(out)]
+    assert (main(words), process.starts) == (3, ["trial-0000"])
+    reasons = [row.reason for row in read_results(out, "val_bpb").values()]
+    assert reasons == ["status 3: the last line of trial-0000"]
+    process.statuses = {}
+    assert main(words) == 0
+    assert [row.state for row in read_results(out, "val_bpb").values()] == ["done"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"parameters": 1}', "\x00" * 80])
+def test_a_damaged_record_is_named(tmp_path: Path, content: str):
+    sweep_in(tmp_path / "out", made_process(), trials=1)
+    path = tmp_path / "out" / "trial-0000" / "trial.json"
+    path.write_text(content)
+    with pytest.raises(StorageError, match=rf"^{path}: .*; remove {path.parent}, and the trial is"):
+        sweep_in(tmp_path / "out", made_process(), trials=1)
+
+
+def test_a_trial_whose_folder_is_removed_is_run_again(tmp_path: Path):
+    _, rows = sweep_in(tmp_path / "out", made_process(), trials=3)
+    shutil.rmtree(tmp_path / "out" / "trial-0001")
+    process = made_process()
+    assert sweep_in(tmp_path / "out", process, trials=3)[0] == 0
+    assert process.starts == ["trial-0001"]
+    found = read_results(tmp_path / "out", "val_bpb")
+    assert [*found] == [row.folder for row in rows]
 
 
 @pytest.mark.sample(2)
@@ -237,29 +275,9 @@ def test_a_sweep_in_a_folder_of_any_name_goes_on(tmp_path: Path, name: str):
     out = tmp_path / name
     with pytest.raises(Killed):
         sweep_in(out, made_process(kill_at=3), pruner="none", trials=2)
-    assert (out / "sweep.db").exists()
     status, rows = sweep_in(out, made_process(), pruner="none", trials=2)
-    assert (status, [row.kind for row in rows]) == (0, ["done", "done"])
+    assert (status, [row.state for row in rows]) == (0, ["done", "done"])
     assert not [path for path in tmp_path.iterdir() if path.is_file()]
-
-
-@pytest.mark.parametrize("mark", [b"trial-0000", b"sampler", b"RUNNING", b"learning_rate"])
-def test_a_database_with_changed_bytes_is_named(tmp_path: Path, mark: bytes):
-    from minimind.errors import StorageError
-    from minimind.sweep import study
-
-    out = tmp_path / "out"
-    with pytest.raises(Killed):
-        sweep_in(out, made_process(kill_at=3), pruner="none", trials=2)
-    content = (out / "sweep.db").read_bytes()
-    assert mark in content
-    for byte in (b"\xff", b"\x00"):
-        (out / "sweep.db").write_bytes(content.replace(mark, byte * len(mark)))
-        with (
-            pytest.raises(StorageError, match=r"sweep\.db: .*; give another --out"),
-            study.recording(out),
-        ):
-            sweep_in(out, made_process(), pruner="none", trials=2)
 
 
 def test_a_trial_that_someone_else_stops_is_continued(tmp_path: Path):
@@ -267,7 +285,7 @@ def test_a_trial_that_someone_else_stops_is_continued(tmp_path: Path):
     status, rows = sweep_in(tmp_path / "out", process, pruner="none")
     assert status == 0
     assert process.starts.count("trial-0001") == 2
-    assert {row.kind for row in rows} == {"done"}
+    assert {row.state for row in rows} == {"done"}
 
 
 def test_trials_run_side_by_side_in_environments_of_their_own(tmp_path: Path):
@@ -289,8 +307,8 @@ def test_trials_run_side_by_side_in_environments_of_their_own(tmp_path: Path):
 def test_how_a_trial_ended_is_recorded(tmp_path: Path, status: int, kind: str, text: str):
     process = made_process(statuses={"trial-0001": status})
     found, rows = sweep_in(tmp_path / "out", process, pruner="none")
-    assert (found, rows[1].kind, rows[1].status) == (0, kind, text)
-    assert {row.kind for row in rows if row.folder != "trial-0001"} == {"done"}
+    assert (found, rows[1].state, rows[1].reason) == (0, kind, text)
+    assert {row.state for row in rows if row.folder != "trial-0001"} == {"done"}
 
 
 BY_NO_FLAG = [1, 4, 5, 7, 8, 9, 11, 75, 130, 137, 143, -1, -2, -6, -9, -11, -15]
@@ -301,7 +319,7 @@ BY_NO_FLAG = [1, 4, 5, 7, 8, 9, 11, 75, 130, 137, 143, -1, -2, -6, -9, -11, -15]
 def test_an_end_that_says_nothing_of_the_flags_is_no_result(tmp_path: Path, status: int):
     process = made_process(statuses={"trial-0001": status})
     found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=3)
-    assert (found, [row.kind for row in rows]) == (0, ["done"] * 3)
+    assert (found, [row.state for row in rows]) == (0, ["done"] * 3)
     assert process.starts == ["trial-0000", "trial-0001", "trial-0001", "trial-0002"]
 
 
@@ -323,26 +341,26 @@ def test_an_end_without_a_result_that_comes_again_ends_the_sweep(
 ):
     process = made_process(refuses={"trial-0001": status})
     found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=3, parallel=2)
-    assert (found, rows[1].kind) == (expected, "interrupted")
+    assert (found, rows[1].state) == (expected, "interrupted")
     assert process.starts.count("trial-0001") == 2
     error = capsys.readouterr().err
     assert f"minimind sweep: trial-0001 {how}" in error
     assert f" at step 0, as before, which says nothing of its flags; see {tmp_path}" in error
     process.refuses = {}
     found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=3, parallel=2)
-    assert (found, [row.kind for row in rows]) == (0, ["done"] * 3)
+    assert (found, [row.state for row in rows]) == (0, ["done"] * 3)
 
 
 def test_the_others_are_run_before_a_killed_trial_ends_the_sweep(tmp_path: Path, capsys: Any):
     process = made_process(refuses={"trial-0001": -9})
     found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=5)
-    assert (found, rows[1].kind) == (7, "interrupted")
+    assert (found, rows[1].state) == (7, "interrupted")
     assert process.starts == [f"trial-{n:04d}" for n in (0, 1, 1, 2, 3, 4)]
-    assert [row.kind for row in rows].count("done") == 4
+    assert [row.state for row in rows].count("done") == 4
     assert capsys.readouterr().err.count("trial-0001 died: killed by SIGKILL") == 1
     process.refuses = {}
     found, rows = sweep_in(tmp_path / "out", process, pruner="none", trials=5)
-    assert (found, [row.kind for row in rows]) == (0, ["done"] * 5)
+    assert (found, [row.state for row in rows]) == (0, ["done"] * 5)
 
 
 def test_three_killed_trials_end_the_sweep(tmp_path: Path):
@@ -354,7 +372,7 @@ def test_three_killed_trials_end_the_sweep(tmp_path: Path):
 def test_a_pruned_trial_is_pruned_however_it_ends(tmp_path: Path):
     process = made_process(stop_status=-9)
     status, rows = sweep_in(tmp_path / "out", process, trials=12, sampler="random")
-    assert (status, {row.kind for row in rows}) == (0, {"done", "pruned"})
+    assert (status, {row.state for row in rows}) == (0, {"done", "pruned"})
 
 
 def test_three_failures_in_a_row_end_the_sweep_and_are_tried_again(tmp_path: Path, capsys: Any):
@@ -366,7 +384,7 @@ def test_three_failures_in_a_row_end_the_sweep_and_are_tried_again(tmp_path: Pat
     process.statuses = {}
     status, rows = sweep_in(tmp_path / "out", process, pruner="none")
     assert status == 0
-    assert [row.kind for row in rows] == ["done"] * 6
+    assert [row.state for row in rows] == ["done"] * 6
 
 
 @pytest.mark.parametrize(
@@ -405,25 +423,26 @@ def test_without_a_finished_trial_the_status_tells_why(
     assert process.starts == [f"trial-{n:04d}" for n in retried]
 
 
-def test_a_sweep_of_refused_trials_has_their_status(tmp_path: Path, capsys: Any):
-    flags = {"max_tokens": "1e4", "eval_interval": 10, "device": "cpu"}
-    changes = {
-        **{"flags": flags, "sampler": "grid", "trials": None},
-        "dimensions": {"learning_rate": ["1e-2"], "batch_size": ["400"]},
-    }
-    path = write_sweep(tmp_path, **{**changes, "flags": {**flags, "max_tokens": "1e8"}})
-    content, out, process = read_sweep(str(path)), tmp_path / "out", made_process()
-    out.mkdir()
-    study = Study(content.model_copy(update={"flags": flags}), out, str(path))
+def test_a_sweep_of_refused_trials_has_their_status(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, corpus: Path
+):
+    config, process, out = tmp_path / "base.yaml", made_process(), tmp_path / "out"
+    monkeypatch.setattr(run, "TrialProcess", process)
+    monkeypatch.setattr(StopRequest, "listen", lambda _: None)
+    monkeypatch.setattr(run, "first_config", lambda *_: RunConfig(data_path=(str(corpus),)))
+    flags = {"config": str(config), "eval_interval": 10, "device": "cpu"}
+    dimensions = {"learning_rate": ["1e-2"], "batch_size": ["400"]}
+    grid = {"sampler": "grid", "trials": None, "dimensions": dimensions}
+    words = ["sweep", str(write_sweep(tmp_path, flags=flags, **grid)), "--out", str(out)]
+    config.write_text("max_tokens: 1e4\n")
     for _ in range(2):
-        assert run.SweepRun(study, str(path), [{}], StopRequest(), process).run() == 0
-        assert run.conclude(study, 0) == 2
+        assert main(words) == 2
         sentence = "no trial finished with a val_bpb: trial-0000 was refused: max_tokens = 10000"
         assert sentence in capsys.readouterr().err
     assert process.starts == []
-    study.sweep = content  # as if its file of `config` had been corrected
-    assert run.SweepRun(study, str(path), [{}], StopRequest(), process).run() == 0
-    assert [row.kind for row in study.rows()] == ["done"]
+    config.write_text("max_tokens: 1e8\n")
+    assert main(words) == 0
+    assert [row.state for row in read_results(out, "val_bpb").values()] == ["done"]
 
 
 def test_a_combination_that_cannot_be_trained_is_refused_without_a_start(tmp_path: Path):
@@ -433,6 +452,6 @@ def test_a_combination_that_cannot_be_trained_is_refused_without_a_start(tmp_pat
     flags = {"n_kv_heads": 2, "device": "cpu"}
     status, rows = sweep_in(tmp_path / "out", process, flags=flags, **changes)
     assert status == 0
-    assert [row.kind for row in rows] == ["done", "failed", "done", "done"]
-    assert "dim = 64" in rows[1].status
+    assert [row.state for row in rows] == ["done", "failed", "done", "done"]
+    assert "dim = 64" in rows[1].reason
     assert "trial-0001" not in process.starts

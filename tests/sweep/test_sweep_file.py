@@ -9,9 +9,12 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags, words_of
-from minimind.sweep.sweep_file import points, read_sweep, rehearsed
+from minimind.errors import UsageError
+from minimind.sweep import run
+from minimind.sweep.run import SWEEP
+from minimind.sweep.sweep_file import points, read_sweep, settings_of
 from tests.docs.commands import all_blocks, files_in
-from tests.sweep.made import CONTENT, made_process, sweep_in, write_sweep
+from tests.sweep.made import CONTENT, write_sweep
 
 GRID = {"sampler": "grid", "dimensions": {"dim": ["16", "32"], "batch_size": ["2", "4", "8"]}}
 HUGE = {
@@ -57,20 +60,28 @@ def test_a_config_file_may_have_an_out_dir_and_what_is_default_anyway(tmp_path: 
     ],
 )
 def test_a_changed_file_is_refused_by_the_names_of_its_changes(
-    capsys: Any, tmp_path: Path, changes: dict[str, Any], names: str
+    tmp_path: Path, changes: dict[str, Any], names: str
 ):
+    def accept(**more: Any) -> None:
+        path = str(write_sweep(tmp_path, **{"trials": 3, **more}))
+        run.accept(SWEEP, read_sweep(path).model_dump(mode="json"), path, out)
+
     out = tmp_path / "out"
-    sweep_in(out, made_process(), trials=3)
-    capsys.readouterr()
-    path = write_sweep(tmp_path, **{"trials": 3, **changes})
-    error = refused(capsys, path, "--out", out)
-    assert f"{names} in {path} changed since --out {out} was started; only trials may" in error
+    out.mkdir()
+    accept()
+    accept(trials=4)
+    with pytest.raises(UsageError) as refusal:
+        accept(**{"trials": 4, **changes})
+    path = tmp_path / "sweep.yaml"
+    sentence = f"{names} in {path} changed since --out {out} was started; only trials may grow"
+    assert sentence in str(refusal.value)
+    accept(trials=4)
 
 
 def test_without_optuna_the_command_says_what_to_install(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("minimind.cli.train.find_spec", lambda name: None)
+    monkeypatch.setattr("minimind.runtime.installed.find_spec", lambda name: None)
     error = refused(capsys, write_sweep(tmp_path), "--out", tmp_path / "out")
     assert "the package optuna, which is not installed; " in error
     assert "-m pip install -e '.[sweep]'" in error
@@ -98,7 +109,7 @@ def test_the_words_of_a_trial_are_its_settings(tmp_path: Path):
     sweep = read_sweep(str(write_sweep(tmp_path, flags=flags)))
     parameters = {"learning_rate": 0.1 + 0.2, "batch_size": "8"}
     found = parse_flags(words_of({**sweep.flags, **parameters}))
-    assert found == rehearsed(sweep, parameters, "sweep.yaml")[0]
+    assert found == settings_of(sweep.flags_of(parameters), "val_bpb", "sweep.yaml")
     assert found.learning_rate == 0.1 + 0.2
 
 
@@ -108,10 +119,12 @@ def test_auto_is_a_choice_as_in_a_command(tmp_path: Path):
     sweep = read_sweep(str(path))
     first, *others = sweep.grid()
     assert (first, len(others)) == ({"batch_size": "auto", "beta2": "auto"}, 3)
-    run, _ = rehearsed(sweep, first, str(path))
-    assert ("batch_size" in run.open_flags, run.sources["beta2"]) == (True, "default")
-    assert parse_flags(words_of(sweep.flags_of(first))) == run
-    assert rehearsed(sweep, others[-1], str(path))[0].batch_size == 8
+    found, other = (
+        settings_of(sweep.flags_of(one), "val_bpb", str(path)) for one in (first, others[-1])
+    )
+    assert ("batch_size" in found.open_flags, found.sources["beta2"]) == (True, "default")
+    assert parse_flags(words_of(sweep.flags_of(first))) == found
+    assert other.batch_size == 8
 
 
 def test_the_file_of_the_docs_is_accepted(tmp_path: Path):

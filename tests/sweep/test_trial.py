@@ -9,7 +9,7 @@ import pytest
 
 from minimind.errors import RendezvousError
 from minimind.runtime.hardware import parse_use
-from minimind.sweep.trial import Validations, command_line, environments_of
+from minimind.sweep.trial import Progress, command_line, environments_of
 
 SMI = "0, GPU-aaaa, 3\n1, GPU-bbbb, 40000\n2, GPU-cccc, [N/A]\n3, GPU-dddd, 900\n"
 
@@ -21,23 +21,21 @@ def test_flags_become_a_line_that_a_shell_reads():
 
 def test_validations_are_read_as_they_are_written(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    validations = Validations(tmp_path, "val_loss")
-    assert validations.read_new() == []
+    progress = Progress(tmp_path, "val_loss")
     path.write_text('{"event": "run_start", "step": 0}\n{"event": "eval", "step": 5, "val_lo')
-    assert validations.read_new() == []
-    assert (validations.step, validations.count) == (0, 0)
+    progress.read()
+    assert (progress.steps, progress.curve, progress.exit_status) == (0, {}, -1)
     with open(path, "a") as file:
         file.write('ss": 3.5}\n{"event": "step", "step": 7}\ntorn "eval" line\n')
-    assert validations.read_new() == [(5, 3.5)]
-    assert (validations.step, validations.last, validations.count) == (7, 3.5, 1)
+    progress.read()
+    assert (progress.steps, progress.curve, progress.value) == (7, {5: 3.5}, 3.5)
     with open(path, "a") as file:
         file.write('{"event": "eval", "step": 10, "val_loss": null}\n')
-    ((step, value),) = validations.read_new()
-    assert step == 10
-    assert math.isnan(value)
-    assert math.isnan(validations.last)
-    assert validations.count == 2
-    assert validations.read_new() == []
+        file.write('{"event": "exit", "step": 10, "status": 6}\n')
+    progress.read()
+    assert [*progress.curve] == [5, 10]
+    assert math.isnan(progress.value)
+    assert (progress.steps, progress.exit_status) == (10, 6)
 
 
 @pytest.mark.parametrize(
