@@ -108,8 +108,8 @@ def changes(
 ) -> list[Change]:
     """What makes the mirror have what the rules keep of the run's steps up to `last`, in order.
 
-    None stands for a checkpoint there that is not complete. Uploads are last: that of `last`, then
-    the oldest.
+    In `there`, None stands for a checkpoint that is not complete. Uploads come last: first that of
+    the step `last`, then the others from the oldest on.
     """
     here = {step: saved for step, saved in here.items() if step <= last}
     complete = both_know(here, there)
@@ -118,7 +118,8 @@ def changes(
     wanted = kept((here | known).values(), rules, good)
     missing = [step for step in wanted if wanted[step] and step not in known]
     stays = kept(known.values(), rules, good)
-    needed = {*missing, *later, *unknown(here.values(), rules)}  # the last stay here, too
+    # What stays here since its value is unknown stays there, too.
+    needed = {*missing, *later, *unknown(here.values(), rules)}
     gone = [step for step in there if step not in needed and not stays.get(step)]
     values = {step: saved for step, saved in here.items() if saved.value is not None}
     fresh = [step for step in known if step in values and values[step] != there[step]]
@@ -139,7 +140,7 @@ class Uploads:
         self.owner, self._out_dir, self._rules = owner, out_dir, rules
         self._root = out_dir / CHECKPOINTS
         self._changed = threading.Condition()
-        self._begun = -1  # the step of this start: what is saved after it, only rules delete here
+        self._begun = -1  # the step of this start; later ones that are gone here, the rules deleted
         self._last = -1  # the newest step that is reported
         self._back: int | None = None  # the step gone back to, until the mirror has followed
         self._good: int | None = None  # the last step at which a check for corruption passed
@@ -225,9 +226,9 @@ class Uploads:
                 self._report_failure(self._todo[0], error)
 
     def _follow(self) -> bool:
-        """Do what is to be done by now; return whether it has to be looked again.
+        """Make the changes that are due; return whether to compare again.
 
-        Each change is tried once, even if the listing does not show it: the next save tries again.
+        Each change is tried once, though a listing may not show it yet; the next save tries again.
         """
         with self._changed:
             if self._is_dirty:
@@ -333,8 +334,11 @@ class Uploads:
         here = {saved.step: saved for saved in saved_in(self._root)}
         there: dict[int, Saved | None] = {}
         for step, names in self.remote.steps().items():
-            # A listing may lag behind, and what it shows as interrupted is deleted.
-            if MANIFEST in names or self.remote.read(f"{folder_of(step)}/{MANIFEST}"):
+            is_aside = MANIFEST not in names and ABANDONED in names
+            # A listing may lag behind, and what it shows as interrupted would be deleted.
+            if not is_aside and (
+                MANIFEST in names or self.remote.read(f"{folder_of(step)}/{MANIFEST}")
+            ):
                 if VALIDATION in names and step not in self._records:
                     text = self.remote.read(f"{folder_of(step)}/{VALIDATION}")
                     self._records[step] = text or b""
@@ -343,7 +347,7 @@ class Uploads:
                     # The rules have deleted it here: it is not among the best.
                     saved = Saved(step, math.inf, self._rules.keep_best_by)
                 there[step] = saved
-            elif ABANDONED not in names:
+            elif not is_aside:
                 there[step] = None
         return here, there
 

@@ -14,7 +14,7 @@ from minimind.checkpoint import mirror
 from minimind.checkpoint.directory import MANIFEST, set_aside
 from minimind.checkpoint.mirror import Mirror, Uploads
 from minimind.checkpoint.remote_run import RemoteRun
-from minimind.checkpoint.retention import VALIDATION, Rules, record_validation, saved_of
+from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation, saved_of
 from minimind.errors import StorageError
 from tests.checkpoint.saves import facts_of, save
 from tests.checkpoint.test_uploads import Fixture
@@ -225,3 +225,28 @@ def test_a_record_there_is_read_once(make: Any, monkeypatch: pytest.MonkeyPatch)
         record_validation(run.mirror(step), 2.0 - step / 10)
     assert max(read.count(name) for name in read if VALIDATION in name) <= 2  # and once written
     assert saved_of(run.remote.folder / "checkpoints" / "step_00000007").value == 1.3
+
+
+def test_what_the_rules_delete_here_after_a_rollback_is_deleted_there(make: Any):
+    run, rules = make(Rules(keep_last=1, keep_best=1, compared_every=1)), Rules(1, keep_best=1)
+    record_validation(run.mirror(3), 1.0)
+    run.uploads.begin(5)
+    run.uploads.go_back(3)
+    record_validation(run.mirror(4), 2.0)  # after its upload
+    record_validation(save(run.root, 5, run.facts), 3.0)
+    prune(run.root, rules)
+    run.uploads.offer(5, None)
+    assert run.uploads.wait(60)
+    assert run.remote.published() == [5, 3]
+
+
+def test_what_a_wiped_disk_has_lost_is_not_taken_for_deleted_by_the_rules(make: Any):
+    run = make(Rules(keep_last=1, keep_best=1, compared_every=1))
+    for step in (1, 2):  # killed before their validations
+        run.mirror(step)
+    shutil.rmtree(run.root / "step_00000001")
+    run.uploads.begin(2)
+    for step in (3, 4):
+        record_validation(run.mirror(step), 3.0)
+    run.mirror(5)
+    assert run.remote.published() == [5, 4, 2, 1]
