@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from minimind.checkpoint import mirror
-from minimind.checkpoint.directory import MANIFEST, set_aside
+from minimind.checkpoint.directory import MANIFEST, OWNER, set_aside
 from minimind.checkpoint.mirror import Mirror, Uploads
 from minimind.checkpoint.remote_run import RemoteRun
 from minimind.checkpoint.retention import VALIDATION, Rules, prune, record_validation, saved_of
@@ -250,3 +250,41 @@ def test_what_a_wiped_disk_has_lost_is_not_taken_for_deleted_by_the_rules(make: 
         record_validation(run.mirror(step), 3.0)
     run.mirror(5)
     assert run.remote.published() == [5, 4, 2, 1]
+
+
+def test_once_another_start_writes_there_this_one_changes_nothing(make: Any):
+    run = make(Rules(keep_last=1))
+    for step in (1, 2):
+        run.mirror(step)
+    run.remote.write(OWNER, b"{}")
+    before = run.remote.steps()
+    run.uploads.go_back(1)
+    assert run.uploads.wait(60)
+    run.mirror(3)
+    run.uploads.look()
+    assert run.uploads.wait(60)
+    assert run.remote.steps() == before
+    assert run.told()[2:] == [("mirror_failed", 1)]
+
+
+def test_a_step_that_is_saved_again_is_judged_anew(make: Any):
+    run = make(Rules(keep_last=1, keep_best=1, compared_every=1))
+    record_validation(run.mirror(1), 9.0)
+    path = save(run.root, 2, run.facts)
+    (path / "state.json").write_bytes(bytes(2_000))
+    run.uploads.offer(2, None)
+    assert run.uploads.wait(60)
+    assert run.told()[-1] == ("mirror_failed", 2)
+    for value in (1.0, 5.0):
+        set_aside(path, "abandoned")
+        run.uploads.go_back(1)
+        record_validation(run.mirror(2), value)
+        for _ in range(2):  # it is copied, and read there
+            run.uploads.look()
+            assert run.uploads.wait(60)
+    assert run.told()[-2:] == [("checkpoint_mirrored", 2)] * 2
+    shutil.rmtree(path)
+    for step, value in ((3, 3.0), (4, 4.0)):
+        record_validation(run.mirror(step), value)
+    run.mirror(5)
+    assert run.remote.published() == [5, 3]
