@@ -85,6 +85,7 @@ class Change:
 
 FAILED = {  # what a failure of a change means
     "abandon": "checkpoints of later steps could not be set aside, and must not be used: ",
+    "record": f"{VALIDATION} could not be copied: ",
     "delete": "older checkpoints could not be deleted: ",
 }
 
@@ -107,8 +108,8 @@ def changes(
 ) -> list[Change]:
     """What makes the mirror have what the rules keep of the run's steps up to `last`, in order.
 
-    None stands for a checkpoint there that is not complete. Uploads are last: that of `last`, then
-    the oldest.
+    In `there`, None stands for a checkpoint that is not complete. Uploads come last: first that of
+    the step `last`, then the others from the oldest on.
     """
     here = {step: saved for step, saved in here.items() if step <= last}
     complete = both_know(here, there)
@@ -117,9 +118,11 @@ def changes(
     wanted = kept((here | known).values(), rules, good)
     missing = [step for step in wanted if wanted[step] and step not in known]
     stays = kept(known.values(), rules, good)
-    needed = {*missing, *later, *unknown(here.values(), rules)}  # the last stay here, too
+    # What stays here since its value is unknown stays there, too.
+    needed = {*missing, *later, *unknown(here.values(), rules)}
     gone = [step for step in there if step not in needed and not stays.get(step)]
-    fresh = [step for step in known if step in here and known[step] != there[step]]
+    values = {step: saved for step, saved in here.items() if saved.value is not None}
+    fresh = [step for step in known if step in values and values[step] != there[step]]
     return [
         *(Change("abandon", step) for step in sorted(later)),
         *(Change("record", step) for step in sorted(fresh)),
@@ -137,14 +140,16 @@ class Uploads:
         self.owner, self._out_dir, self._rules = owner, out_dir, rules
         self._root = out_dir / CHECKPOINTS
         self._changed = threading.Condition()
-        self._begun = -1  # the step of this start: what is saved after it, only rules delete here
+        self._begun = -1  # the step of this start; later ones that are gone here, the rules deleted
         self._last = -1  # the newest step that is reported
         self._back: int | None = None  # the step gone back to, until the mirror has followed
         self._good: int | None = None  # the last step at which a check for corruption passed
         self._has_saved = False  # a start that saves nothing deletes nothing
         self._is_dirty = self._is_over = False
         self._todo: list[Change] | None = None  # what the thread does, if it works
+        self._tried: set[Change] = set()  # since the thread was last woken
         self._unfit: set[int] = set()  # damaged or unreadable here
+        self._records: dict[int, bytes] = {}  # texts of VALIDATION there, once read
         self._has_files = False  # whether RUN_FILES are there
         threading.Thread(target=self._work, daemon=True, name="mirror").start()
 
@@ -185,13 +190,12 @@ class Uploads:
         self._is_dirty = not self._is_over
         self._changed.notify_all()
 
-    def pending(self) -> list[int]:
-        """The steps that are to be uploaded, as far as that is known, lowest first."""
+    def pending(self) -> list[Change]:
+        """What is to be done, as far as that is known; "look" if that is not."""
         with self._changed:
-            todo = self._todo or []
-            is_open = self._is_dirty or any(change.what == "look" for change in todo)
-            steps = {change.step for change in todo if change.what == "upload"}
-            return sorted(steps | ({max(self._last, 0)} if is_open else set()))
+            if self._back is not None:
+                return [Change("abandon", self._back)]
+            return [*(self._todo or []), *([Change("look", self._last)] if self._is_dirty else [])]
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is to be done, for a time; return whether that is so."""
@@ -222,8 +226,13 @@ class Uploads:
                 self._report_failure(self._todo[0], error)
 
     def _follow(self) -> bool:
-        """Do what is to be done by now; return whether it has to be looked again."""
+        """Make the changes that are due; return whether to compare again.
+
+        Each change is tried once, though a listing may not show it yet; the next save tries again.
+        """
         with self._changed:
+            if self._is_dirty:
+                self._tried.clear()
             self._is_dirty, good, back = False, self._good, self._back
             last = self._last if back is None else back
             self._todo = todo = [Change("look" if back is None else "abandon", last)]
@@ -233,11 +242,22 @@ class Uploads:
             found = [change for change in found if change.what == "abandon"]
         elif not self._has_saved:
             found = [change for change in found if change.what != "delete"]
-        todo[:] = [one for one in found if one.what != "upload" or one.step not in self._unfit]
+        tried = self._tried | {Change("upload", step) for step in self._unfit}
+        todo[:] = [change for change in found if change not in tried]
         uploads = 0
-        while todo and uploads < MOST_UPLOADS and not self._is_over:
-            uploads += self._apply(todo[0])
-            del todo[0]
+        while todo and uploads < MOST_UPLOADS and self._back == back and not self._is_over:
+            change = todo[0]
+            self._tried.add(change)
+            try:
+                uploads += self._apply(change)
+                done = [change]
+            except Exception as error:
+                if change.what not in ("record", "delete"):
+                    raise
+                self._report_failure(change, error)  # and go on: these hold up no upload
+                done = [other for other in todo if other.what == change.what]
+                self._tried.update(done)
+            todo[:] = [other for other in todo if other not in done]
         with self._changed:
             self._back = None if self._back == back else self._back
         return (back is not None or uploads > 0) and not self._is_over
@@ -245,6 +265,7 @@ class Uploads:
     def _apply(self, change: Change) -> bool:
         """Make a change; return whether it was an upload."""
         step = change.step
+        self._records.pop(step, None)
         if change.what == "upload":
             return self._upload(step)
         if change.what == "abandon":
@@ -273,8 +294,10 @@ class Uploads:
             fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
             self.events.append(("checkpoint_mirrored", fields))
         except Exception as error:
-            if not self._is_left_behind(step):
-                if not isinstance(error, CheckpointError):
+            is_of_disk = isinstance(error, CheckpointError)
+            is_gone = is_of_disk and not disk.is_dir(path)  # `go_back` follows
+            if not is_gone and not self._is_left_behind(step):
+                if not is_of_disk:
                     raise
                 self._unfit.add(step)
                 self._report_failure(Change("upload", step), error)
@@ -311,15 +334,20 @@ class Uploads:
         here = {saved.step: saved for saved in saved_in(self._root)}
         there: dict[int, Saved | None] = {}
         for step, names in self.remote.steps().items():
-            if MANIFEST in names:
-                is_read = VALIDATION in names
-                text = self.remote.read(f"{folder_of(step)}/{VALIDATION}") if is_read else None
-                saved = saved_with(step, text or b"" if is_read else None)
+            is_aside = MANIFEST not in names and ABANDONED in names
+            # A listing may lag behind, and what it shows as interrupted would be deleted.
+            if not is_aside and (
+                MANIFEST in names or self.remote.read(f"{folder_of(step)}/{MANIFEST}")
+            ):
+                if VALIDATION in names and step not in self._records:
+                    text = self.remote.read(f"{folder_of(step)}/{VALIDATION}")
+                    self._records[step] = text or b""
+                saved = saved_with(step, self._records[step] if VALIDATION in names else None)
                 if saved == Saved(step) and here and step not in here and step > self._begun:
                     # The rules have deleted it here: it is not among the best.
                     saved = Saved(step, math.inf, self._rules.keep_best_by)
                 there[step] = saved
-            elif ABANDONED not in names:
+            elif not is_aside:
                 there[step] = None
         return here, there
 
@@ -664,17 +692,22 @@ class Mirror:
         if uploads is None:
             return
         if not uploads.wait(0.0):
-            steps = uploads.pending()
+            pending = uploads.pending()
+            steps = {max(one.step, 0) for one in pending if one.what in ("look", "upload")}
             many = f"{len(steps)} checkpoints" if len(steps) > 1 else "its checkpoint"
-            self.logger.print(
-                f"step {max(steps, default=0)}: waiting up to {MIRROR_WAIT_S} s for the upload of"
-                f" {many}"
-            )
+            what = f"the upload of {many}" if steps else "the last changes at --mirror"
+            step = max(steps, default=max((one.step for one in pending), default=0))
+            self.logger.print(f"step {step}: waiting up to {MIRROR_WAIT_S} s for {what}")
         uploads.look()  # the last value may have been recorded after the last upload
         if not uploads.wait(MIRROR_WAIT_S):
-            reason = f"not uploaded within {MIRROR_WAIT_S} s after the last step"
-            for step in uploads.pending():
-                uploads.events.append(("mirror_failed", {"step": step, "reason": reason}))
+            late = f"within {MIRROR_WAIT_S} s after the last step"
+            # One event for a step to upload, and one for all other changes of a kind.
+            late_ones = {FAILED.get(one.what) or one.step: one for one in uploads.pending()}
+            for one in late_ones.values():
+                prefix = FAILED.get(one.what)
+                reason = f"{prefix}not done {late}" if prefix else f"not uploaded {late}"
+                fields = {"step": max(one.step, 0), "reason": reason}
+                uploads.events.append(("mirror_failed", fields))
         uploads.close()
 
     def close(self) -> None:
@@ -694,7 +727,7 @@ def line_of(name: str, fields: dict[str, Any]) -> str:
     if name == "mirror_kept":
         return f"step {fields['step']}: --mirror keeps the checkpoint: {fields['reason']}"
     if name == "mirror_failed":
-        return f"step {fields['step']}: checkpoint not mirrored: {fields['reason']}"
+        return f"step {fields['step']}: --mirror failed: {fields['reason']}"
     verb, size = name.removeprefix("checkpoint_"), mebibytes(fields["bytes"])
     size_and_time = f"{size}, {fields['seconds']:.1f} s"
     return f"step {fields['step']}: checkpoint {verb} ({size_and_time}) {fields['url']}"

@@ -214,7 +214,7 @@ def _start_row(start: Start, kind: str, sentence: str) -> tuple[str, ...]:
         if event["event"] == "checkpoint_rejected":
             remarks.append(formats.skipped(event["path"], event["file"], event["reason"]))
         elif event["event"] == "mirror_failed":
-            remarks.append(f"step {event.get('step')}: not mirrored: {event['reason']}")
+            remarks.append(f"step {event.get('step')}: --mirror failed: {event['reason']}")
         elif event["event"] == "checkpoint_fetched":
             remarks.append(f"fetched {event['url']}")
         elif event["event"] == "run_changed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -275,3 +276,13 @@ def test_a_linked_checkpoints_folder_has_the_lock_and_rules_of_its_run(
     assert "best 3.25" in capsys.readouterr().out
     assert main(["checkpoint", "prune", place]) == 0
     assert steps(run_dir) == [8, 4]
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_value_that_was_not_finite_is_known_and_never_the_best(tmp_path: Path, value: float):
+    path = tmp_path / "step_00000010"
+    path.mkdir()
+    record_validation(path, value)
+    assert saved_of(path) == Saved(10, math.inf)
+    found = [saved_of(path), *of(20, 30, s20=3.5)]
+    assert stay(found, Rules(1, keep_best=2, compared_every=10)) == [30, 20]
