@@ -6,10 +6,13 @@ status of the run, which a worker writes to a file: torchrun always exits with 1
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # held until `Signals` takes them, rather than end the imports below
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +64,7 @@ class Signals:
         for number in CAUGHT:
             if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
                 signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         is_first, self.reason = not self.reason, self.reason or stop_reason(number)
@@ -86,9 +90,9 @@ class Signals:
 
 def main(python: str, flags: Sequence[str]) -> int:
     """Start a run on this host, again after status 7 as MAX_RESTARTS says; return its status."""
+    signals = Signals()
     if not {"--help", "-h"}.isdisjoint(flags):
         os.execvp(python, [python, _worker(), "--help"])
-    signals = Signals()
     if os.sep in python:  # for the tools beside it, such as ninja
         beside = os.path.abspath(os.path.dirname(python))
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
@@ -218,4 +222,7 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    status = main(sys.argv[1], sys.argv[2:])
+    # The interpreter gives up its handlers before it ends: a signal then would be the status.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    sys.exit(status)

@@ -46,17 +46,20 @@ def stop_reason(number: int) -> str:
     path = os.environ.get(STATUS_FILE)
     if number == signal.SIGTERM and path:
         with suppress(OSError):  # not recorded: the signal was sent to this process
-            if recorded := Path(path).with_name(STOP_FILE).read_text(encoding="ascii").strip():
+            if recorded := Path(path).with_name(STOP_FILE).read_text(encoding="utf-8").strip():
                 return recorded
     return signal.Signals(number).name
 
 
 def record_stop(reason: str) -> None:
-    """Record why the workers of this host get SIGTERM; the first record counts."""
+    """Record why the workers of this host get SIGTERM; the first record counts.
+
+    In UTF-8, whose codec is always there: a signal may interrupt the import of another one.
+    """
     path = os.environ.get(STATUS_FILE)
     if path:
         stop = Path(path).with_name(STOP_FILE)
-        with suppress(OSError), open(stop, "x", encoding="ascii") as file:
+        with suppress(OSError), open(stop, "x", encoding="utf-8") as file:
             file.write(f"{reason}\n")
 
 

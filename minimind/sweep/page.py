@@ -91,5 +91,6 @@ def recorded(sweep: Sweep, rows: Sequence[Result]) -> optuna.Study:
 def _chart(key: str, title: str, unit: str, figure: Figure) -> Chart:
     figure.layout.title = figure.layout.plot_bgcolor = None  # those of the page
     figure.update_layout(template=TEMPLATE, hovermode="closest")
-    figure.update_xaxes(automargin=True)  # room for labels that are turned
+    # Room for labels that are turned, and ticks of a logarithmic axis that are no whole numbers.
+    figure.update_xaxes(automargin=True, hoverformat="")
     return Chart(key, title, unit, figure)

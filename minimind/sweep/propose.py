@@ -6,6 +6,7 @@ Its study is in memory, made of the results that the folders of the trials tell.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from minimind.sweep.sweep_file import Dimension, Range, Sweep, points
-from minimind.sweep.trial import Result
+from minimind.sweep.trial import RECORD, Result, damaged
 
 SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
 # What samplers learn from: also a trial that was pruned or diverged, but none that failed.
@@ -27,9 +28,12 @@ STATES = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
 
 
 class Proposals:
-    """Reads `results`, to which the caller adds trials as they end."""
+    """Reads `results`, to which the caller adds trials as they end.
 
-    def __init__(self, sweep: Sweep, results: Mapping[str, Result]) -> None:
+    Raise StorageError for a result in `place` whose parameters are none of the sweep.
+    """
+
+    def __init__(self, sweep: Sweep, results: Mapping[str, Result], place: Path) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._sweep, self._results = sweep, results
         self._distributions = {n: distribution_of(n, d) for n, d in sweep.dimensions.items()}
@@ -37,6 +41,11 @@ class Proposals:
             sweep.pruner_startup_trials, sweep.pruner_warmup_steps
         )
         self._study, self._known = optuna.create_study(), 0
+        for one in results.values():
+            try:
+                self._trial(one, TrialState.RUNNING)
+            except ValueError as error:
+                raise damaged(place / one.folder / RECORD) from error
 
     def parameters(self, number: int) -> dict[str, Any]:
         """The parameters of trial `number`.
@@ -63,15 +72,18 @@ class Proposals:
         if len(ended) != self._known:
             self._study, self._known = optuna.create_study(), len(ended)
             for one in ended:
-                trial = optuna.create_trial(
-                    state=STATES[one.state],
-                    value=one.metric if one.state == "done" else None,
-                    params=one.parameters,
-                    distributions=self._distributions,
-                    intermediate_values=one.finite,
-                )
-                self._study.add_trial(trial)
+                value = one.metric if one.state == "done" else None
+                self._study.add_trial(self._trial(one, STATES[one.state], value))
         return self._study
+
+    def _trial(self, one: Result, state: TrialState, value: float | None = None) -> FrozenTrial:
+        return optuna.create_trial(
+            state=state,
+            value=value,
+            params=one.parameters,
+            distributions=self._distributions,
+            intermediate_values=one.finite,
+        )
 
 
 def distribution_of(name: str, dimension: Dimension) -> BaseDistribution:

@@ -21,7 +21,7 @@ from minimind.config.run_config import RunConfig
 from minimind.errors import PREEMPTED, PeerError, RunError, StorageError, TooFewRows, UsageError
 from minimind.report import formats
 from minimind.runtime import disk
-from minimind.runtime.drafts import remove_left
+from minimind.runtime.drafts import A_DRAFT
 from minimind.runtime.durable_files import read_small_text, write_whole
 from minimind.runtime.heartbeat import describe_end
 from minimind.runtime.process import StopRequest
@@ -317,7 +317,7 @@ def sweep(path: str, place: Path, parallel: int | None) -> int:
     first = first_config(content, path)
     common = content.model_dump(mode="json")
     with opened(SWEEP, content.metric, common, path, place, [first], parallel) as runner:
-        proposals = Proposals(content, runner.results)
+        proposals = Proposals(content, runner.results, place)
         runner.resume()
         trials = trials_of(content, path, runner.results, proposals.parameters)
         return conclude(content, runner, runner.run(trials, proposals.is_to_be_pruned))
@@ -363,9 +363,10 @@ def opened(
     """
     gpus = _gpus(runs[0].device, parallel)
     environments = environments_of(gpus, parallel or max(1, len(gpus)))
-    if not disk.exists(place / ACCEPTED):
-        remove_left(place)
-        foreign = sorted(p.name for p in disk.matching(place, "*") if p.name != LOCK)
+    names = {path.name for path in disk.matching(place, "*")}
+    if ACCEPTED not in names:
+        # Not a file that is being written, as by a sweep that has just begun there.
+        foreign = sorted(n for n in names if n != LOCK and not A_DRAFT.fullmatch(n))
         if foreign:
             raise UsageError(
                 f"--out {place} holds {foreign[0]!r} and no {ACCEPTED}: it is no folder of a sweep;"

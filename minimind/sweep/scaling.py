@@ -511,7 +511,7 @@ def render(answer: Answer) -> str:
     parts = ["<h1>Scaling law</h1>", f'<p class="lead">Fitted to {used}.</p>']
     parts.append(plots(charts, is_single=True))
     for title, rows in sections(answer.found):
-        parts.append(f"<h2>{escape(title.capitalize())}</h2>" if title else "")
+        parts.append(f"<h2>{escape(title[0].upper() + title[1:])}</h2>" if title else "")
         if isinstance(rows[0], list):
             parts.append(html_table(rows[0], rows[1:], "ranks"))
         else:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from minimind.checkpoint.run_folder import METRICS
 from minimind.config.parse import words_of
 from minimind.errors import DataError, MemoryFull, NumericError, RunError, StorageError, UsageError
 from minimind.report import formats
@@ -60,7 +61,7 @@ class Result(Checked):
     """What the folder of a trial tells."""
 
     folder: str
-    parameters: dict[str, Any]
+    parameters: dict[str, str | int | float]
     state: Literal["running", "interrupted", "done", "pruned", "failed"] = "running"
     reason: str = "interrupted"  # the end in words
     exit_status: int = 0  # also of a trial that was refused without a start
@@ -114,17 +115,30 @@ class Progress:
 def read_results(place: Path, metric: str) -> dict[str, Result]:
     """The trials in the folder of a sweep, by folder; raise StorageError for a damaged one."""
     results = {}
-    for path in sorted(disk.matching(place, f"{PREFIX}*/{RECORD}")):
-        run_dir, progress = path.parent, Progress(path.parent, metric)
+    for run_dir in sorted(disk.matching(place, f"{PREFIX}*")):
+        if not run_dir.name.removeprefix(PREFIX).isdecimal():  # such as a copy
+            continue
+        path, metrics = run_dir / RECORD, run_dir / METRICS
+        if not disk.lexists(path) and not disk.lexists(metrics):  # killed before it wrote them
+            continue
+        progress = Progress(run_dir, metric)
         read = {"folder": run_dir.name, "curve": progress.curve, "steps": progress.steps}
         try:
-            results[run_dir.name] = Result(**read, **json.loads(read_small_text(path)))
-        except (ValueError, TypeError) as error:
-            raise StorageError(
-                f"{path}: is not as the sweep wrote it; remove {run_dir}, and the trial is run"
-                " again"
-            ) from error
+            found = Result(**read, **json.loads(read_small_text(path)))
+        except (ValueError, TypeError, FileNotFoundError, IsADirectoryError) as error:
+            raise damaged(path) from error
+        if found.state == "done" and not found.finite:
+            raise damaged(metrics)
+        results[run_dir.name] = found
     return results
+
+
+def damaged(path: Path) -> StorageError:
+    """For a file of a trial without which its result is not known."""
+    return StorageError(
+        f"{path}: is missing, or not as the trial left it; remove {path.parent}, and the trial is"
+        " run again"
+    )
 
 
 def end_of(status: int, progress: Progress, last_line: Callable[[], str]) -> dict[str, Any] | None:

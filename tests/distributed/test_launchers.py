@@ -897,6 +897,35 @@ def test_a_stop_before_the_launch_answers_75(
     assert stopped.stdout == ""
 
 
+EARLY_AND_LATE = """
+import os, runpy, signal, sys
+
+class Late:  # deleted when the interpreter has given up its handlers
+    def __del__(self, kill=os.kill, place=os.getpid(), number=signal.SIGTERM):
+        kill(place, number)
+
+def early(event, given):
+    if event == "import" and given[0] == "minimind.errors":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+sys.late = Late()
+sys.addaudithook(early)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_a_stop_while_the_launcher_is_imported_or_ends_answers_75(tmp_path: Path):
+    words = [sys.executable, "-c", EARLY_AND_LATE, launcher.__file__, sys.executable]
+    stopped = subprocess.run(
+        words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    text = "stopped on SIGTERM before the first step; run it again to go on\n"
+    assert (stopped.returncode, stopped.stdout) == (75, "")
+    assert stopped.stderr.splitlines(keepends=True)[-1] == f"run_accelerate.sh: {text}"
+    assert "Traceback" not in stopped.stderr
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_the_slurm_script_starts_one_task_a_node_and_queues_a_saved_run_again(tmp_path: Path):
     """With an `srun` that runs the task for node 0 and 1, and a launch script that says 75."""
     (tmp_path / "run_accelerate.sh").write_text(

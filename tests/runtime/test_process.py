@@ -313,3 +313,28 @@ def test_a_stop_that_was_passed_on_as_term_is_reported_as_what_it_was(word: str)
     assert stop.reason == word
     assert stop_reason(signal.SIGUSR1) == "SIGUSR1"  # sent to this very process
     assert describe_end(-signal.SIGTERM) == (f"was stopped by {word} while it started", 75)
+
+
+WHILE_A_CODEC_IS_LOADED = """
+import os, signal, sys
+from minimind.runtime.process import record_stop, stop_reason
+
+def at_exec(event, given):
+    if event == "exec" and given[0].co_filename.endswith("ascii.py"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def receive(number, frame):
+    record_stop("Ctrl-C")
+    print(stop_reason(number))
+
+signal.signal(signal.SIGTERM, receive)
+sys.addaudithook(at_exec)
+open(os.devnull, encoding="ascii")
+"""
+
+
+def test_a_stop_is_recorded_while_a_codec_is_loaded(tmp_path: Path):
+    words = [sys.executable, "-c", WHILE_A_CODEC_IS_LOADED]
+    environ = {**os.environ, STATUS_FILE: str(tmp_path / "status")}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Ctrl-C\n", "")

@@ -132,7 +132,7 @@ def sweep_in(
     sweep = read_sweep(path)
     slots = [{"SLOT": str(n)} for n in range(parallel)]
     runner = Runner(SWEEP, sweep.metric, place, slots, stop or StopRequest(), process)
-    proposals = Proposals(sweep, runner.results)
+    proposals = Proposals(sweep, runner.results, place)
     runner.resume()
     trials = trials_of(sweep, path, runner.results, proposals.parameters)
     status = runner.run(trials, proposals.is_to_be_pruned)

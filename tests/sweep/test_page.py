@@ -68,6 +68,13 @@ def test_the_charts_have_the_values_of_the_trials(tmp_path: Path):
     assert sorted(curves) == [[2.25, 1.25], [2.5, 1.5], [2.75, 1.75], [3.0, 2.0]]
 
 
+def test_ticks_of_a_logarithmic_axis_are_not_rounded_to_whole_numbers(tmp_path: Path):
+    # Plotly writes these ticks by the format of the box at the pointer.
+    layout = Drawn(render(made_sweep(tmp_path), ROWS, Path("out"))).charts["over-learning-rate"]
+    axis = layout["layout"]["xaxis"]
+    assert (axis["type"], axis["hoverformat"]) == ("log", "")
+
+
 @pytest.mark.parametrize("kinds", [("done",), ("pruned",), ("done", "done"), ("interrupted",) * 2])
 def test_a_few_equal_trials_are_drawn(tmp_path: Path, kinds: tuple[str, ...]):
     rows = [row(n, 1e-2, "4", 1.5, kind) for n, kind in enumerate(kinds)]

@@ -15,6 +15,7 @@ from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
 from minimind.config.run_config import RunConfig
 from minimind.errors import StorageError
+from minimind.runtime.drafts import draft_of
 from minimind.runtime.process import StopRequest
 from minimind.sweep import run
 from minimind.sweep.trial import Result, best_of, read_results
@@ -194,6 +195,16 @@ def test_a_second_sweep_in_the_folder_is_refused(tmp_path: Path, corpus: Path, c
     assert f"out {out} is in use by process {os.getpid()}" in capsys.readouterr().err
 
 
+def test_a_folder_in_which_a_sweep_has_just_begun_is_in_use_and_not_foreign(
+    tmp_path: Path, corpus: Path, capsys: Any
+):
+    path, out = write_sweep(tmp_path, flags=flags_of(corpus)), tmp_path / "out"
+    with lock_out_dir(out, "--out"):
+        draft_of(out / run.ACCEPTED).touch()
+        assert main(["sweep", str(path), "--out", str(out)]) == 8
+    assert "is in use by process" in capsys.readouterr().err
+
+
 def test_a_text_that_is_not_there_is_named_before_the_first_trial(tmp_path: Path, capsys: Any):
     missing, out = tmp_path / "no.jsonl", tmp_path / "out"
     path = write_sweep(tmp_path, flags=flags_of(missing))
@@ -250,13 +261,42 @@ def test_a_trial_whose_folder_is_cut_is_started_and_may_be_tried_again(
     assert [row.state for row in read_results(out, "val_bpb").values()] == ["done"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"parameters": 1}', "\x00" * 80])
+PARAMETERS = (  # of trial.json, that no trial of CONTENT has
+    *({}, {"learning_rate": 0.01}, {"learning_rate": 0.01, "batch_size": "2", "dim": "8"}),
+    *({"learning_rate": 5.0, "batch_size": "2"}, {"learning_rate": 0.01, "batch_size": 2}),
+    {"learning_rate": [0.01], "batch_size": "2"},
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{}", '{"parameters": 1}', "\x00" * 80),
+        *(json.dumps({"parameters": one, "state": "interrupted"}) for one in PARAMETERS),
+    ],
+)
 def test_a_damaged_record_is_named(tmp_path: Path, content: str):
     sweep_in(tmp_path / "out", made_process(), trials=1)
     path = tmp_path / "out" / "trial-0000" / "trial.json"
     path.write_text(content)
     with pytest.raises(StorageError, match=rf"^{path}: .*; remove {path.parent}, and the trial is"):
         sweep_in(tmp_path / "out", made_process(), trials=1)
+
+
+@pytest.mark.parametrize("lost", ["trial.json", "metrics.jsonl"])
+def test_a_trial_without_one_of_its_two_files_is_named(tmp_path: Path, lost: str):
+    out, trial = tmp_path / "out", tmp_path / "out" / "trial-0001"
+    sweep_in(out, made_process(), trials=3)
+    (trial / lost).unlink()
+    with pytest.raises(StorageError, match=rf"^{trial / lost}: .*; remove {trial}, and the trial"):
+        sweep_in(out, made_process(), trials=4)
+
+
+def test_a_copy_of_a_trial_is_no_trial(tmp_path: Path):
+    out = tmp_path / "out"
+    _, rows = sweep_in(out, made_process(), trials=2)
+    shutil.copytree(out / "trial-0001", out / "trial-0001-before")
+    assert [*read_results(out, "val_bpb")] == [row.folder for row in rows]
 
 
 def test_a_trial_whose_folder_is_removed_is_run_again(tmp_path: Path):

@@ -208,7 +208,9 @@ def test_the_page_draws_the_runs_and_the_law(grid, tmp_path, capsys):
     assert curve[:, 1].tolist() == pytest.approx(
         LAW.loss(shape_of_dim(128).parameters, curve[:, 0]).tolist(), rel=0.01
     )
-    assert "default-src 'none'" in out.read_text()
+    html = out.read_text(encoding="utf-8")
+    assert "default-src 'none'" in html
+    assert re.search(r"<h2>Compute-optimal, where a run takes [\d.]+ N D FLOPs</h2>", html)
     capsys.readouterr()
     assert "exists; give another file, or --force" in refused(capsys, *words[1:])
     assert main([*words, "--force"]) == 0
