@@ -238,7 +238,9 @@ class RemoteRun:
 
     def manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
         """The manifest of a checkpoint, and its text; CheckpointError if it is damaged or gone."""
-        text = self.read(f"{folder_of(step)}/{MANIFEST}") or b""
+        text = self.read(f"{folder_of(step)}/{MANIFEST}")
+        if text is None:
+            raise CheckpointError("is missing")
         return checked_manifest(parse_object(text), text, Path(folder_of(step))), text
 
     def fetch(self, step: int, into: Path) -> Rejected | None:

@@ -337,6 +337,11 @@ def test_a_file_that_is_refused_gone_or_changed_while_it_is_fetched(
     assert {*before} - {*store.keys()} == ({key} if status == 404 else set())
 
 
+def test_a_manifest_that_is_gone_is_missing(tmp_path: Path):
+    bad = RemoteRun(f"file://{tmp_path}/mirror").fetch(3, tmp_path / "into")
+    assert str(bad) == f"DAMAGED: {MANIFEST} is missing"
+
+
 @pytest.mark.long
 def test_two_ranks_resume_from_the_mirror(forked: Launcher, tmp_path: Path):
     mirror = tmp_path / "mirror"
