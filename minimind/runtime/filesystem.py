@@ -196,13 +196,13 @@ def retrying(
     """Return `work()`, called again after errors that pass, each reported as one line on stderr.
 
     Up to half of a wait, drawn at random, is left out, so that many processes do not come back at
-    once. The libraries' own retries are off, but for the bodies of files: they print nothing, and
-    those of s3fs do not cover an endpoint that cannot be reached. Both together multiply the time
-    after which a storage that is silent is an error, which SILENT_S bounds; `progress` is that of
-    a file, without which silence begins with the first attempt.
+    once. The libraries' own retries are off, but for files: they print nothing, and those of s3fs
+    do not cover an endpoint that cannot be reached. As both together take long where a storage is
+    silent, SILENT_S bounds that time. It counts from the last new byte that `progress` has seen,
+    without `progress` from the first attempt.
 
     Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage still
-    fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
+    fails at the last attempt, or stays silent. Other exceptions, as of a full local disk, pass unchanged.
     """
     attempts, progress = len(WAITS) + 1, progress or Progress()
     for attempt, longest in enumerate((*WAITS, None), 1):
