@@ -202,7 +202,8 @@ def retrying(
     without `progress` from the first attempt.
 
     Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage still
-    fails at the last attempt, or stays silent. Other exceptions, as of a full local disk, pass unchanged.
+    fails at the last attempt, or stays silent. Other exceptions, as of a full local disk, pass
+    unchanged.
     """
     attempts, progress = len(WAITS) + 1, progress or Progress()
     for attempt, longest in enumerate((*WAITS, None), 1):
