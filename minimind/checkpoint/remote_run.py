@@ -31,10 +31,18 @@ from minimind.checkpoint.retention import VALIDATION
 from minimind.errors import CheckpointError, DataError, StorageError
 from minimind.runtime import disk
 from minimind.runtime.checked_json import MAX_BYTES, parse_object, read_object
-from minimind.runtime.download import RemoteObject, download, etag_of
+from minimind.runtime.download import REPLACED, RemoteObject, download, etag_of
 from minimind.runtime.drafts import A_DRAFT, draft_of
 from minimind.runtime.durable_files import storing, sync_directory, write_durably
-from minimind.runtime.filesystem import AWS, LOCAL, Truncated, open_filesystem, retrying, scheme_of
+from minimind.runtime.filesystem import (
+    AWS,
+    LOCAL,
+    Progress,
+    Truncated,
+    open_filesystem,
+    retrying,
+    scheme_of,
+)
 from minimind.runtime.urls import masked
 
 CHECKPOINTS = "checkpoints"
@@ -74,12 +82,12 @@ class RemoteRun:
         """The folder of a file:// URL."""
         return disk.resolve(self._root) if self._scheme is LOCAL else None
 
-    def _try(self, name: str, work: Callable[[str], T]) -> T:
+    def _try(self, name: str, work: Callable[[str], T], progress: Progress | None = None) -> T:
         """The result of `work` on the path of a file."""
         path = f"{self._root}/{name}"
         url = f"{self.url}/{name}".rstrip("/")
         with storing(masked(url), "give another --mirror"):
-            return retrying(url, lambda: work(path), permanent=StorageError)
+            return retrying(url, lambda: work(path), StorageError, progress)
 
     def names(self) -> list[str]:
         """Names at the URL, without what a killed start left and what systems put on each disk."""
@@ -178,8 +186,20 @@ class RemoteRun:
             raise CheckpointError(f"{local}: cannot be read ({error.strerror or error})") from error
         if sha256 not in (None, own_sha256):
             raise CheckpointError(f"{local}: does not match its sha256")
-        options = {"chunksize": PART} if self._scheme is AWS else {}
-        self._try(name, lambda path: self._filesystem.put_file(str(local), path, **options))
+        options, progress = {"chunksize": PART} if self._scheme is AWS else {}, Progress()
+
+        def send(path: str) -> None:
+            callback = progress.callback()
+            try:
+                self._filesystem.put_file(str(local), path, callback=callback, **options)
+            except FileNotFoundError:  # also if the answer to the end of an upload was lost
+                with suppress(FileNotFoundError):
+                    info = self._filesystem.info(path)
+                    if (info["size"], etag_of(info)) == (size, etag):
+                        return
+                raise
+
+        self._try(name, send, progress)
         info = self._try(name, self._filesystem.info)
         if info["size"] != size or etag_of(info) != etag:
             # The ETag of an encrypted object, or of another storage, is something else.
@@ -218,11 +238,16 @@ class RemoteRun:
 
     def manifest(self, step: int) -> tuple[dict[str, Any], bytes]:
         """The manifest of a checkpoint, and its text; CheckpointError if it is damaged or gone."""
-        text = self.read(f"{folder_of(step)}/{MANIFEST}") or b""
+        text = self.read(f"{folder_of(step)}/{MANIFEST}")
+        if text is None:
+            raise CheckpointError("is missing")
         return checked_manifest(parse_object(text), text, Path(folder_of(step))), text
 
     def fetch(self, step: int, into: Path) -> Rejected | None:
-        """Fetch a checkpoint into the new folder `into`, and verify it; return its damage."""
+        """Fetch a checkpoint into the new folder `into`, and verify it; return its damage.
+
+        Raise StorageError if a file of it is refused, or another one is uploaded in its place.
+        """
         into.mkdir(parents=True)
         folder, there = folder_of(step), self.steps().get(step, {})
         try:
@@ -239,6 +264,12 @@ class RemoteRun:
             try:
                 download(self._filesystem, remote, into / name)
             except DataError as error:
+                if wrong := size_fault(self.steps().get(step, {}).get(name), entry):
+                    return Rejected(into, name, wrong)
+                if error.__cause__ is not None:  # the storage's, of a file that is there
+                    raise StorageError(str(error)) from error
+                if self.read(f"{folder}/{MANIFEST}") != text:
+                    raise StorageError(f"{self.shown}/{folder}: {REPLACED}") from error
                 return Rejected(into, name, str(error))
         if validation := self.read(f"{folder}/{VALIDATION}"):
             write_durably(into / VALIDATION, validation)

@@ -18,10 +18,10 @@ from minimind.errors import DataError, RunError
 from minimind.runtime import disk
 from minimind.runtime.drafts import draft_of
 from minimind.runtime.durable_files import sha256_of
-from minimind.runtime.filesystem import AWS, WEB, Truncated, retrying, scheme_of
+from minimind.runtime.filesystem import AWS, WEB, Progress, Truncated, retrying, scheme_of
 from minimind.runtime.urls import masked
 
-READS = 5  # parts in which s3fs reads an object whose connection is cut
+READS = 4  # parts in which s3fs reads an object whose connection is cut
 MOST_DOWNLOADS = 4  # downloads of one object whose content does not match
 REPLACED = "was replaced while it was fetched; run the same command again"
 
@@ -76,13 +76,12 @@ def download(
 
 def _fetch(filesystem: Any, remote: RemoteObject, draft: Path, stopped: threading.Event) -> None:
     """Write all bytes of the object to `draft`, durably."""
-    from fsspec.callbacks import Callback
 
-    def require_wanted(*sizes: object, **more: object) -> None:
+    def require_wanted() -> None:
         if stopped.is_set():
             raise Cancelled("another object could not be fetched")
 
-    options: dict[str, Any] = {"callback": Callback(hooks={"": require_wanted})}
+    options: dict[str, Any] = {}
     if scheme_of(remote.url) is AWS:
         # s3fs reads on after a cut, but not where it fetches parts of 50 MiB, ten at a time.
         options["max_concurrency"] = 1
@@ -90,14 +89,17 @@ def _fetch(filesystem: Any, remote: RemoteObject, draft: Path, stopped: threadin
     elif scheme_of(remote.url) is WEB:
         options["headers"] = {"Accept-Encoding": "identity"}  # a compressed body has another size
 
+    progress = Progress()
+
     def whole() -> None:
-        filesystem.get_file(remote.path, str(draft), **options)
+        callback = progress.callback(require_wanted)
+        filesystem.get_file(remote.path, str(draft), callback=callback, **options)
         arrived = disk.stat(draft).st_size
         if remote.size is not None and arrived < remote.size:
             raise Truncated(f"{arrived:,} of {remote.size:,} bytes arrived")
 
     draft.touch()  # an error of the disk is not taken for one of the storage
-    retrying(remote.url, whole)
+    retrying(remote.url, whole, progress=progress)
     with open(draft, "rb") as file:
         os.fsync(file.fileno())
 

@@ -61,6 +61,7 @@ LIBRARY_OF = {"s3": AWS, "gs": GOOGLE, "hf": HUB, "http": WEB, "https": WEB, "fi
 PASSING = {"ConnectionError", "HTTPClientError", "IncompleteReadError", "FlexibleChecksumError"}
 PASSING |= {"ResponseParserError", "ClientConnectionError", "ClientPayloadError", "TransportError"}
 PASSING |= {"Timeout", "ChunkedEncodingError"}
+PASSING |= {"NoSuchUpload"}  # of S3, of an upload in parts that has ended: it can begin again
 PERMANENT = {"ClientConnectorCertificateError", "UnsupportedProtocol"}  # among them
 # Names of errors of botocore and google.auth about the credentials of a user.
 CREDENTIALS = re.compile(r"Credential|Profile|Token|SSO|Config(Parse|NotFound)|InvalidConfig")
@@ -74,6 +75,7 @@ PASSING_STATUS = (408, 409, 425, 429, 500, 502, 503, 504)
 LIBRARIES = ("fsspec", "s3fs", "gcsfs", "huggingface_hub")
 REASON = 200  # characters of a library's message
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt, at most
+SILENT_S = 180  # without a new byte; a third attempt begins only before
 
 T = TypeVar("T")
 
@@ -167,18 +169,43 @@ class NoAnswer(StorageError):
     """The storage failed at every attempt, as without a network."""
 
 
-def retrying(url: str, work: Callable[[], T], permanent: type[RunError] = DataError) -> T:
+class Progress:
+    """When bytes of a file last moved that no earlier attempt had moved."""
+
+    def __init__(self) -> None:
+        self._most, self.last = 0, time.monotonic()
+
+    def callback(self, each: Callable[[], object] = lambda: None) -> Any:
+        """What fsspec calls in one attempt; `each` is called, too, and may raise."""
+        from fsspec.callbacks import Callback
+
+        def moved(size: int | None, value: int, **_: object) -> None:
+            each()
+            if value > self._most:
+                self._most, self.last = value, time.monotonic()
+
+        return Callback(hooks={"": moved})
+
+
+def retrying(
+    url: str,
+    work: Callable[[], T],
+    permanent: type[RunError] = DataError,
+    progress: Progress | None = None,
+) -> T:
     """Return `work()`, called again after errors that pass, each reported as one line on stderr.
 
     Up to half of a wait, drawn at random, is left out, so that many processes do not come back at
-    once. The libraries' own retries are off, but for the bodies of files: they print nothing, those
-    of s3fs do not cover an endpoint that cannot be reached, and both together would multiply the
-    time after which a storage that is down is an error.
+    once. The libraries' own retries are off, but for files: they print nothing, and those of s3fs
+    do not cover an endpoint that cannot be reached. As both together take long where a storage is
+    silent, SILENT_S bounds that time. It counts from the last new byte that `progress` has seen,
+    without `progress` from the first attempt.
 
     Raise `permanent` at once if the URL is missing or refused, and NoAnswer if the storage still
-    fails at the last attempt. Other exceptions, as of a full local disk, pass unchanged.
+    fails at the last attempt, or stays silent. Other exceptions, as of a full local disk, pass
+    unchanged.
     """
-    attempts = len(WAITS) + 1
+    attempts, progress = len(WAITS) + 1, progress or Progress()
     for attempt, longest in enumerate((*WAITS, None), 1):
         try:
             return work()
@@ -188,9 +215,10 @@ def retrying(url: str, work: Callable[[], T], permanent: type[RunError] = DataEr
             if not is_passing(error):
                 raise permanent(f"{masked(url)}: {refusal(error, url)}") from error
             reason = reason_of(_cause(error), url)
-            if longest is None:
+            is_silent = attempt > 1 and time.monotonic() - progress.last > SILENT_S
+            if longest is None or is_silent:
                 raise NoAnswer(
-                    f"{masked(url)}: does not answer ({reason}), tried {attempts} times; check the"
+                    f"{masked(url)}: does not answer ({reason}), tried {attempt} times; check the"
                     f" network{_servers(url)}, and run the same command again"
                 ) from error
         wait = longest * random.SystemRandom().uniform(0.5, 1)  # not a generator of the run

@@ -46,6 +46,9 @@ PLAIN = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 LAST_WORD = 1.0  # seconds to tell a client that does not read of an error
 ANSWERS_END = 3  # seconds that answers have to end after a signal
 HEAD_ENDS = 30.0  # seconds that a connection has to send the head of a request
+# Seconds that a connection is kept after an answer: longer than by clients (5 s by httpx and
+# OpenAI's, 15 s by aiohttp), so that no request comes to one that has just been closed.
+KEEP_ALIVE = 30
 MOST_CONNECTIONS = 1000  # open at once; files of a process are often limited to 1024
 
 
@@ -98,6 +101,7 @@ def http_server(app: ASGIApp, answers_end: int = ANSWERS_END) -> uvicorn.Server:
         lifespan="off",
         log_level="critical",  # errors are answered, and bugs printed, by the application
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=answers_end,
     )
     return uvicorn.Server(config)

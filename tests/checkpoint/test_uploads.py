@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from s3fs import S3FileSystem
 
 from minimind.checkpoint import remote_run
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints, set_aside
@@ -18,6 +20,7 @@ from minimind.checkpoint.mirror import Uploads, claim
 from minimind.checkpoint.remote_run import ABANDONED, RemoteRun
 from minimind.checkpoint.retention import Rules, prune, record_validation
 from minimind.errors import StorageError
+from minimind.runtime import filesystem
 from tests.checkpoint.saves import facts_of, save
 from tests.conftest import Launcher, Trained
 from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
@@ -260,6 +263,83 @@ def test_a_large_file_is_verified_by_the_etag_of_its_parts(
     assert head["ETag"].endswith('-3"')
     monkeypatch.setattr(remote_run, "etag_of", lambda info: "of an encrypted object")
     assert remote.put(tmp_path / "file", "file") == len(content)
+
+
+def test_an_upload_whose_last_answer_is_lost_counts_if_the_file_is_whole(
+    tmp_path: Path,
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """The library asks again, and is told that there is no such upload."""
+    monkeypatch.setattr(remote_run, "PART", 5 * 2**20)
+    monkeypatch.setattr(filesystem, "WAITS", (0.0,) * 5)
+    content = bytes(range(256)) * 45_000
+    (tmp_path / "file").write_bytes(content)
+    remote = RemoteRun(f"s3://{BUCKET}/run")
+    call, losses, sent = S3FileSystem._call_s3, ["answer"], Counter[str]()
+
+    async def lose(self: S3FileSystem, method: str, *rest: Any, **options: Any) -> Any:
+        found = await call(self, method, *rest, **options)
+        sent[method] += 1
+        if method == "complete_multipart_upload" and losses:
+            if losses.pop() == "file":
+                store.put("run/file", b"another")
+            return await call(self, method, *rest, **options)
+        return found
+
+    monkeypatch.setattr(S3FileSystem, "_call_s3", lose)
+    assert remote.put(tmp_path / "file", "file") == len(content)
+    assert (sent["create_multipart_upload"], capsys.readouterr().err) == (1, "")
+    losses.append("file")
+    assert remote.put(tmp_path / "file", "file") == len(content)
+    assert sent["create_multipart_upload"] == 3
+    assert "NoSuchUpload" in capsys.readouterr().err
+    body = store.client.get_object(Bucket=BUCKET, Key="run/file")["Body"]
+    assert body.read() == content
+
+
+@pytest.mark.parametrize("status", [403, 404, 200])
+def test_a_file_that_is_refused_gone_or_changed_while_it_is_fetched(
+    run: Fixture, store: ObjectStore, proxy: FaultyProxy, tmp_path: Path, monkeypatch, status: int
+):
+    """Only what has other bytes is called damaged; nothing is deleted for it."""
+    path, into = save(run.root, 1, run.facts), tmp_path / "into"
+    remote = RemoteRun(f"s3://{BUCKET}/run")
+    remote.upload(path, lambda: None)
+    key, get = "run/checkpoints/step_00000001/state.json", RemoteRun.manifest
+
+    def manifest(self: RemoteRun, step: int) -> Any:  # and what happens right after it
+        found = get(self, step)
+        if status == 403:
+            store.require_credentials(True)
+        elif status == 404:
+            store.client.delete_object(Bucket=BUCKET, Key=key)
+        else:
+            size = store.client.head_object(Bucket=BUCKET, Key=key)["ContentLength"]
+            store.put(key, b"x" * size)
+        return found
+
+    monkeypatch.setattr(RemoteRun, "manifest", manifest)
+    before = store.keys()
+    try:
+        if status == 403:
+            with pytest.raises(StorageError, match=r": access is refused "):
+                remote.fetch(1, into)
+        else:
+            bad = remote.fetch(1, into)
+            assert bad is not None
+            assert bad.file == "state.json"
+            assert ("is missing" if status == 404 else "does not match its sha256") in bad.reason
+    finally:
+        store.require_credentials(False)
+    assert {*before} - {*store.keys()} == ({key} if status == 404 else set())
+
+
+def test_a_manifest_that_is_gone_is_missing(tmp_path: Path):
+    bad = RemoteRun(f"file://{tmp_path}/mirror").fetch(3, tmp_path / "into")
+    assert str(bad) == f"DAMAGED: {MANIFEST} is missing"
 
 
 @pytest.mark.long

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import filesystem
-from minimind.runtime.filesystem import WAITS, Truncated, is_passing, open_filesystem, retrying
+from minimind.runtime.download import READS, RemoteObject, download
+from minimind.runtime.filesystem import (
+    WAITS,
+    NoAnswer,
+    Progress,
+    Truncated,
+    is_passing,
+    open_filesystem,
+    retrying,
+)
 from minimind.runtime.urls import SCHEMES, is_url, masked
 from tests.runtime.servers import FaultyProxy, ObjectStore
 
@@ -73,6 +84,53 @@ def test_errors_that_pass_are_tried_again_and_told(
     assert lines
     assert all(line.startswith(f"{url}: ") for line in lines)
     assert lines[0].endswith("trying again in 0.0 s (2 of 6)")
+
+
+def test_a_download_that_stalls_ends_soon(
+    store: ObjectStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Not after the product of the library's attempts and ours."""
+    monkeypatch.setattr(filesystem, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(filesystem, "SILENT_S", 6 * 0.2)
+    url = store.put("large", b"0123456789" * 5_000)
+    proxy.set(delay=1.0, delay_s=60)
+    fs, path = open_filesystem(url)
+    with pytest.raises(NoAnswer, match=r"Read timeout .*, tried 2 times;"):
+        download(fs, RemoteObject(url, path, 50_000), tmp_path / "file")
+    assert proxy.requests <= 2 * READS
+
+
+def test_a_download_that_is_cut_a_few_times_reads_on(
+    store: ObjectStore,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    content = b"0123456789" * 5_000
+    url = store.put("large", content)
+    monkeypatch.setattr(proxy._draw, "uniform", lambda *_: 4.2)  # 16,000 bytes: within the body
+    proxy.set(cut=1.0, most=READS - 1)
+    fs, path = open_filesystem(url)
+    download(fs, RemoteObject(url, path, len(content)), tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == content
+    assert (proxy.injected, capsys.readouterr().err) == (READS - 1, "")
+
+
+@pytest.mark.parametrize(("moved", "attempts"), [((9, 8, 9, 9, 9, 9), 2), (range(1, 7), 6)])
+def test_only_bytes_that_are_new_are_progress(
+    moved: Iterable[int], attempts: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(filesystem, "SILENT_S", 0.05)
+    progress, left = Progress(), iter(moved)
+
+    def work() -> None:
+        time.sleep(0.1)
+        progress.callback().relative_update(next(left))
+        raise Truncated("cut")
+
+    with pytest.raises(NoAnswer, match=f"tried {attempts} times"):
+        retrying("s3://b/k", work, progress=progress)
 
 
 class ClientPayloadError(Exception):

@@ -192,7 +192,7 @@ def test_an_object_whose_connection_is_cut_is_read_on(
     import s3fs
     from aiohttp import ClientPayloadError
 
-    call, asked = s3fs.S3FileSystem._call_s3, []
+    call, asked, first = s3fs.S3FileSystem._call_s3, [], []
 
     async def cutting(self: Any, method: str, **options: str) -> Any:
         answer = await call(self, method, **options)
@@ -204,6 +204,8 @@ def test_an_object_whose_connection_is_cut_is_read_on(
                 raise ClientPayloadError("cut")
             if len(asked) == 1:
                 asked[0] = "cut"
+                first.append(await body.read(most))  # it may be less
+                return first[0]
             return await body.read(most)
 
         return {**answer, "Body": SimpleNamespace(read=read, close=body.close)}
@@ -212,10 +214,11 @@ def test_an_object_whose_connection_is_cut_is_read_on(
     content = bytes(range(256)) * 4096
     url = store.put("large", content)
     filesystem, path = open_filesystem(url)
+    filesystem.default_block_size = 2**17  # larger objects would be fetched in parts of it
     etag = hashlib.md5(content).hexdigest()
     download(filesystem, RemoteObject(url, path, len(content), etag), tmp_path / "large")
     assert (tmp_path / "large").read_bytes() == content
-    assert asked == ["cut", "bytes=65536-"]
+    assert asked == ["cut", f"bytes={len(first[0])}-"]
 
 
 def test_what_is_not_wanted_any_more_ends(store: ObjectStore, proxy: FaultyProxy, tmp_path: Path):

@@ -307,6 +307,13 @@ def test_idle_connections_end_and_are_bounded(
     assert httpx.get(f"http://localhost:{port}/health", timeout=60).is_success
 
 
+def test_a_connection_is_kept_for_longer_than_clients_use_it(server: InProcess, client: Any):
+    """Else a request, which is not sent twice, may meet the end of its connection."""
+    kept = app.http_server(app_of(server)).config.timeout_keep_alive
+    limits: Any = client._client._transport._pool  # of httpx, as OpenAI's client sets it
+    assert kept >= 2 * limits._keepalive_expiry
+
+
 def ends(connection: socket.socket) -> bool:
     """Whether nothing more comes."""
     with suppress(ConnectionResetError):
