@@ -766,7 +766,7 @@ def mutate_config(folder: Path, draw: random.Random) -> tuple[str, ...]:
     else:
         values[name] = draw.choice(OTHER_VALUES[name])
     (folder / "config.json").write_text(json.dumps(values))
-    return name, "config.json requires", "head_dim", "rotations"
+    return name, "config.json requires", "head_dim", "rotations", "rope_type"
 
 
 def mutate_index(folder: Path, draw: random.Random) -> tuple[str, ...]:
