@@ -29,6 +29,7 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     del sys.path[0]
 from minimind.errors import CURES, PREEMPTED, PeerError, RunError, StorageError, known_error
 from minimind.launch.plan import PROJECT, SCRATCH, write_plan
+from minimind.runtime import disk
 from minimind.runtime.heartbeat import is_alive, registered_workers
 from minimind.runtime.process import (
     CAUGHT,
@@ -208,7 +209,7 @@ def _await_workers(place: Path) -> None:
 def _worker() -> str:
     """The program of a worker: that of the checkout, or of the package."""
     own = PROJECT / "train_pretrain.py"
-    return str(own if own.exists() else HERE / "train_pretrain.py")
+    return str(own if disk.exists(own) else HERE / "train_pretrain.py")
 
 
 def _last_device(words: Sequence[str]) -> str:

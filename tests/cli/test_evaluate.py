@@ -296,8 +296,11 @@ def exported(trained: Trained, tmp_path: Path) -> Path:
 CONFIGS: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "is not JSON"),
     "no object": ([], "object"),
-    "a layer less": ({"num_hidden_layers": 1}, "num_hidden_layers: 2 -> 1"),
-    "a layer more": ({"num_hidden_layers": 3}, "num_hidden_layers: 2 -> 3"),
+    "a layer less": ({"num_hidden_layers": 1}, "has 'model.layers.1.input_layernorm.weight', and"),
+    "a layer more": (
+        {"num_hidden_layers": 3},
+        "has no 'model.layers.2.input_layernorm.weight', which",
+    ),
     "another width": ({"hidden_size": 65}, "requires [600, 65]"),
     "null": ({"max_position_embeddings": None}, "has max_position_embeddings = None"),
     "unknown": ({"model_type": "nobodys"}, "has model_type = 'nobodys'"),
