@@ -296,7 +296,7 @@ def exported(trained: Trained, tmp_path: Path) -> Path:
 CONFIGS: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "is not JSON"),
     "no object": ([], "object"),
-    "a layer less": ({"num_hidden_layers": 1}, "has 'model.layers.1.input_layernorm.weight', and"),
+    "a layer less": ({"num_hidden_layers": 1}, "has 'model.layers.1.input_layernorm.weight'"),
     "a layer more": (
         {"num_hidden_layers": 3},
         "has no 'model.layers.2.input_layernorm.weight', which",
