@@ -251,10 +251,10 @@ class Uploads:
             try:
                 uploads += self._apply(change)
                 done = [change]
-            except Exception as error:
+            except Exception as error:  # of any storage; no error of these two holds up an upload
                 if change.what not in ("record", "delete"):
                     raise
-                self._report_failure(change, error)  # and go on: these hold up no upload
+                self._report_failure(change, error)
                 done = [other for other in todo if other.what == change.what]
                 self._tried.update(done)
             todo[:] = [other for other in todo if other not in done]
@@ -293,7 +293,7 @@ class Uploads:
             url, seconds = f"{self.remote.shown}/{folder_of(step)}", time.perf_counter() - started
             fields = {"step": step, "url": url, "bytes": size, "seconds": seconds}
             self.events.append(("checkpoint_mirrored", fields))
-        except Exception as error:
+        except Exception as error:  # raised again, unless the checkpoint alone is at fault
             is_of_disk = isinstance(error, CheckpointError)
             is_gone = is_of_disk and not disk.is_dir(path)  # `go_back` follows
             if not is_gone and not self._is_left_behind(step):

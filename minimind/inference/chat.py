@@ -135,7 +135,7 @@ class AnswerStream:
         self._sent = {THOUGHTS[0]: 0, "content": 0}  # characters
 
     def go_on(self, more: str) -> dict[str, str]:
-        """What every answer goes on with that begins with the text so far."""
+        """The new text that is certain by now, whatever follows."""
         self._whole += more
         return self._new(*self._reading.beginnings(self._whole))
 

@@ -72,7 +72,7 @@ class Format:
 
     def write_config(self, job: Job) -> dict[str, Any]:
         """The values of config.json."""
-        raise NotImplementedError
+        raise NotImplementedError  # what writes a configuration of its own overrides this
 
     def files(self, job: Job) -> tuple[dict[str, bytes], str | None]:
         """The small files, and a note on how the tokenizer is loaded."""
@@ -100,7 +100,7 @@ class MiniMind(Format):
     options = ", trust_remote_code=True"
 
     def detect(self, path: Path, names: Iterable[str]) -> bool:
-        """By the configuration: that rotary pairs are adjacent is in no tensor or name."""
+        """By config.json: tensors and names do not tell that rotary pairs are adjacent."""
         from minimind.checkpoint.tensor_files import readable
 
         is_folder = disk.is_dir(path)
@@ -368,7 +368,7 @@ def special_ids(config: Any) -> dict[str, int]:
     return {name: getattr(config, name) for name in IDS if getattr(config, name) is not None}
 
 
-# By name; those that are read are tried in this order.
+# By name. `detect` is asked in this order.
 FORMATS: dict[str, Format] = {
     form.name: form for form in (MiniMind2(), MiniMind(), Llama(), Gguf(), Transformers())
 }

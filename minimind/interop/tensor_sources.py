@@ -344,7 +344,7 @@ def _of_pickle(file: Path) -> Iterator[Entry]:
     with readable(file, REPLACE):
         with open(file, "rb") as content:
             if not zipfile.is_zipfile(content):
-                raise CheckpointError("is no file that torch.save wrote since version 1.6")
+                raise CheckpointError("is no zip file, as torch.save has written since torch 1.6")
         try:
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError as error:

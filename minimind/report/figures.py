@@ -95,7 +95,7 @@ class Summary:
         return ", ".join(one.text + one.remark for one in found if one.value)
 
     def shown(self, names: tuple[str, ...]) -> dict[str, Figure]:
-        """Those of the figures that are known."""
+        """The figures of these names that are finite, by name."""
         found = {name: self.figures[name] for name in names}
         return {name: one for name, one in found.items() if math.isfinite(one.value)}
 

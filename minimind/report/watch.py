@@ -1,8 +1,8 @@
 """The live page: the report of runs that go on, over HTTP on this host.
 
-A page holds one connection for server-sent events. A new report is rendered where lines came, at
-most once for all pages, and only while a page is open. The runs know nothing of it. Needs the
-packages starlette and uvicorn.
+A page holds one connection for server-sent events. New lines are rendered once for all pages, and
+only while a page is open. The runs are not asked: their files are read. Needs the packages
+starlette and uvicorn.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
                 raise StorageError(f"{error.filename}: {error.strerror}; {ELSEWHERE}") from error
             if reason:
                 raise missing(f"{wanted}: {reason}") from error
-            raise error  # noqa: B904 (a cause has its own)
+            raise error  # noqa: B904 (it has a cause of its own)
 
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
