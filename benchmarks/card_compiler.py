@@ -34,7 +34,7 @@ from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.other_cards import CARDS
-from minimind.model.attention import document_attention, document_block_mask
+from minimind.model.kernels import document_attention, document_block_mask
 from minimind.runtime.device import MIN_BF16_CAPABILITY, set_numerics
 
 ROWS, LENGTH, HEADS, KEY_HEADS = 8, 1024, 8, 2

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.record import preset
 from minimind.config.parse import parse_flags
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 
 LEARNING_RATE, BETAS, DECAY, CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
 

@@ -32,8 +32,8 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import optimizers
 from minimind.engine.build import build_engine
 from minimind.engine.clocks import PhaseClock
-from minimind.model.activation_checkpointing import enable_checkpointing
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
+from minimind.model.configuration import MiniMindConfig
 
 STAGES = (None, 1, 2, 3)
 SMALL = "--model tiny --max_seq_len 32 --batch_size 1 --max_steps 3 --device cpu --dtype bfloat16"

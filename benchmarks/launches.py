@@ -22,8 +22,8 @@ import torch
 from benchmarks import engine_launches
 from benchmarks.record import arguments, record
 from minimind.architecture.costs import LAUNCHES
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 
 LAYERS, ROUNDS = 8, 50
 

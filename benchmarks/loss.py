@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.record import arguments, record
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 
 POSITIONS = {"full": 0, "chunked": 1024}  # of which logits are made at a time; 0: of all
 WIDTH, LENGTH = 512, 512

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import arguments, record
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import IGNORED, MiniMindForCausalLM
+from minimind.model.loss import IGNORED
 from minimind.model.rotary import KINDS
 
 LENGTH, FACTOR, PIECES, ASKED = 32, 4, 64, 8

@@ -3,7 +3,7 @@
     python -m benchmarks.other_cards [--capabilities 7.5 8.0 ...] [--head_dims 32 64 ...]
         [--dtypes bfloat16 float32 tf32] [--out FILE.json]
 
-The attention of --doc_mask (minimind/model/attention.py) is compiled by inductor for each compute
+The attention of --doc_mask (minimind/model/kernels.py) is compiled by inductor for each compute
 capability, forward and backward, in bf16 (fp16 where torch compiles none), fp32 and fp32 with
 --tf32, on tensors without values of the pretended CUDA device (tools/pretended), and its Triton
 kernels are assembled. Nothing runs. The packages triton and torch have to belong together: `pip

@@ -35,7 +35,7 @@ from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.batches import windows_of
 from minimind.engine.build import evaluation_accelerator
 from minimind.inference.score import Part, figures_of, score
-from minimind.model.decoder import IGNORED
+from minimind.model.loss import IGNORED
 
 if TYPE_CHECKING:
     from benchmarks.racers import Clock

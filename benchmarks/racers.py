@@ -33,7 +33,7 @@ from benchmarks.peers import PEER_OF
 from benchmarks.record import preset
 from benchmarks.rows import packed_rows, padded_rows, shuffled
 from minimind.config.parse import parse_flags
-from minimind.model.decoder import next_token_loss
+from minimind.model.loss import next_token_loss
 
 if TYPE_CHECKING:
     from minimind.checkpoint.directory import TrainState

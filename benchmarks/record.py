@@ -14,8 +14,8 @@ import torch
 
 from minimind.checkpoint.identity import hardware, source_commit, versions
 from minimind.config.parse import parse_flags
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.runtime.device import HOST
 
 

@@ -19,13 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import arguments, record
-from minimind.model.rotary import (
-    apply_rotary,
-    apply_rotary_half,
-    build_pos_cis,
-    interleaved_to_half,
-    pos_cis_as_reals,
-)
+from minimind.model.decoder import apply_rotary
+from minimind.model.kernels import apply_rotary_half
+from minimind.model.rotary import build_pos_cis, interleaved_to_half, pos_cis_as_reals
 
 ROWS, POSITIONS, HEADS, CHANNELS, WIDTH = 8, 512, (8, 2), 64, 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from minimind.data.prepare.prepared import open_prepared
-from minimind.model.decoder import IGNORED
+from minimind.model.loss import IGNORED
 
 
 def documents(data: Path) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.record import arguments, preset, record
-from minimind.model.attention import SequenceGroup
+from minimind.model.sequence import SequenceGroup
 
 SIZES = [1, 2, 4]
 LENGTHS = [512, 1024, 2048, 4096, 8192]

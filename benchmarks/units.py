@@ -1,4 +1,4 @@
-"""Feed-forward units and norms saved for the backward pass, or recomputed as in `layers.py`.
+"""Feed-forward units and norms saved for the backward pass, or recomputed as in `kernels.py`.
 
     OMP_NUM_THREADS=2 python -m benchmarks.units [--model 26m] [--rounds 25] [--rows 2]
         [--dtype bfloat16] [--out FILE.json]
@@ -19,18 +19,20 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.record import arguments, preset, record
-from minimind.model import layers
+from minimind.model import kernels
+
+AGAIN = kernels.recompute
 
 
 def kept(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Call `function`; its intermediates are saved for the backward pass."""
-    return function(*inputs)
+    """Call `function`, whose result is saved for the backward pass, unless it is attention."""
+    return AGAIN(function, *inputs) if function is kernels._block else function(*inputs)
 
 
 def step_of(shape: str, text: torch.Tensor, dtype: torch.dtype, how: Any) -> Callable[[], None]:
     """Return a forward and backward step of a new model, compiled by a first call.
 
-    The compiler guards on `layers.recompute_if_compiled`, so every call sets it.
+    The compiler guards on `kernels.recompute`, so every call sets it.
     """
     model: Any = preset(shape)
     model.to(dtype).train()
@@ -41,7 +43,7 @@ def step_of(shape: str, text: torch.Tensor, dtype: torch.dtype, how: Any) -> Cal
         return out.loss_sum / out.targets
 
     def step() -> None:
-        layers.recompute_if_compiled = how
+        kernels.recompute = how
         model.zero_grad()
         loss_of(text).backward()
 
@@ -61,7 +63,7 @@ def main() -> None:
     config = preset(given.model).config
     length = min(512, config.max_position_embeddings)
     text = torch.randint(config.vocab_size, (given.rows, length + 1))
-    ways = {"kept": kept, "again": layers.recompute_if_compiled}
+    ways = {"kept": kept, "again": AGAIN}
     steps = {name: step_of(given.model, text, dtype, how) for name, how in ways.items()}
     graphs = counters["stats"]["unique_graphs"]
     spent: dict[str, list[float]] = {name: [] for name in steps}

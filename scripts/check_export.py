@@ -31,7 +31,7 @@ from minimind.errors import RunError
 from minimind.interop.export import export
 from minimind.interop.formats import WRITTEN
 from minimind.interop.weights import TRANSFORMERS, Weights, load_weights_from
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.runtime.exit import leave
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -41,8 +41,8 @@ from benchmarks.stages import PHASES, STAGES
 from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.data.rows.batches import Batches
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.runtime.device import Host
 from tests.conftest import ROOT
 
@@ -198,7 +198,7 @@ def test_an_operator_belongs_to_who_issued_it():
         ("site-packages/deepspeed/runtime/zero/linear.py", "model"),
         ("checkout/minimind/engine/flat_partitions.py", "ours"),
         ("checkout/minimind/engine/optimizers.py", "optimizer"),
-        ("checkout/minimind/model/layers.py", "model"),
+        ("checkout/minimind/model/decoder.py", "model"),
         ("site-packages/torch/optim/adamw.py", "optimizer"),
         ("site-packages/torch/nn/modules/linear.py", None),
         ("checkout/minimind/train/loop.py", None),

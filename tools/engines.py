@@ -27,8 +27,8 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.rows.order import Order
 from minimind.engine.build import Engine, build_engine
 from minimind.engine.clocks import PhaseClock
-from minimind.model.activation_checkpointing import enable_checkpointing
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
+from minimind.model.configuration import MiniMindConfig
 
 ROWS, LENGTH, VOCABULARY = 8, 16, 96
 ORDER = Order(n_rows=200, rows_per_step=ROWS, seed=1)

@@ -33,7 +33,8 @@ from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine import flat_partitions, optimizers
 from minimind.engine.build import build_engine
 from minimind.engine.clocks import PhaseClock
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 
 SETTLED = 0.05  # seconds, in which a thread that is ready has run on a loaded machine
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")

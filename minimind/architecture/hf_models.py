@@ -31,10 +31,10 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from minimind.errors import CheckpointError, UsageError
-from minimind.model.attention import document_positions
+from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindOutput
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
-from minimind.model.experts import MiniMindOutput
+from minimind.model.loss import next_token_loss
+from minimind.model.masks import document_positions
 from minimind.runtime.checked_json import shown
 from minimind.runtime.terminal import first_lines
 

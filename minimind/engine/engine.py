@@ -25,7 +25,7 @@ from minimind.engine.loss_of_batch import (
 from minimind.engine.optimizers import WeightAverage
 from minimind.engine.plain_backend import PlainBackend, StepResult
 from minimind.engine.state import ZeroState
-from minimind.model.attention import SequenceGroup
+from minimind.model.sequence import SequenceGroup
 from minimind.runtime.collectives import Ranks, collective_backend, lost_peers
 from minimind.runtime.device import device_kind
 

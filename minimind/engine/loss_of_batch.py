@@ -17,8 +17,8 @@ import torch
 
 from minimind.config.run_config import RunConfig
 from minimind.data.shards.conversation_shards import START
-from minimind.model.decoder import IGNORED, mean_with_nan_grads
 from minimind.model.experts import Routing
+from minimind.model.loss import IGNORED, mean_with_nan_grads
 from minimind.model.sizes import LOSS_CHUNK
 from minimind.runtime.collectives import Ranks
 from minimind.runtime.device import HOST, device_kind

@@ -18,8 +18,8 @@ from minimind.config.deepspeed.keys import IN_TORCH
 from minimind.config.optimizers import ADAM_TYPES, NEWTON_SCHULZ, OPTIMIZERS, STACKS
 from minimind.config.run_config import RunConfig
 from minimind.engine.state import Fragment, ZeroState
+from minimind.model.decoder import ResidualOutput
 from minimind.model.experts import MixtureOfExperts
-from minimind.model.layers import ResidualOutput
 from minimind.runtime.collectives import lost_peers
 from minimind.runtime.device import HOST
 

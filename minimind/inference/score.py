@@ -19,7 +19,7 @@ from minimind.data.rows.batches import Windows
 from minimind.data.shards.conversation_shards import ConversationRows, ConversationShards
 from minimind.engine.loss_of_batch import PADDING, ModelInputs
 from minimind.errors import DataError
-from minimind.model.decoder import IGNORED
+from minimind.model.loss import IGNORED
 from minimind.runtime.device import widened
 
 

@@ -31,7 +31,7 @@ from minimind.data.tokenizer.vocabulary import (
 )
 from minimind.errors import CheckpointError
 from minimind.interop.job import Job
-from minimind.model import decoder
+from minimind.model import causal_lm
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.checked_json import read_object
 from minimind.runtime.panics import panics_caught
@@ -151,11 +151,11 @@ def _test_texts(tokenizer: Tokenizer) -> Iterator[str]:
 
 AUTO_MAP = {
     "AutoConfig": "configuration.MiniMindConfig",
-    "AutoModel": "decoder.MiniMindModel",
-    "AutoModelForCausalLM": "decoder.MiniMindForCausalLM",
-    "AutoModelForQuestionAnswering": "decoder.MiniMindForQuestionAnswering",
-    "AutoModelForSequenceClassification": "decoder.MiniMindForSequenceClassification",
-    "AutoModelForTokenClassification": "decoder.MiniMindForTokenClassification",
+    "AutoModel": "causal_lm.MiniMindModel",
+    "AutoModelForCausalLM": "causal_lm.MiniMindForCausalLM",
+    "AutoModelForQuestionAnswering": "causal_lm.MiniMindForQuestionAnswering",
+    "AutoModelForSequenceClassification": "causal_lm.MiniMindForSequenceClassification",
+    "AutoModelForTokenClassification": "causal_lm.MiniMindForTokenClassification",
 }
 """The "auto_map" of config.json: file and class by Auto class."""
 
@@ -194,5 +194,5 @@ def register() -> None:
     AutoConfig.register(MiniMindConfig.model_type, MiniMindConfig, exist_ok=True)
     for name, entry in AUTO_MAP.items():
         if name != "AutoConfig":
-            kind = getattr(decoder, entry.split(".")[1])
+            kind = getattr(causal_lm, entry.split(".")[1])
             getattr(transformers, name).register(MiniMindConfig, kind, exist_ok=True)

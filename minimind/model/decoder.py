@@ -1,141 +1,279 @@
-"""The MiniMind decoder: model, initialization, loss as sum and count, interface of transformers.
+"""The MiniMind decoder: token ids to hidden states, in the order in which the data flow.
 
-Shape letters: B rows, T positions, S keys (cached ones included), D channels per head, E model
-width, V vocabulary.
+Plain PyTorch in eager mode, without transformers. It runs alone:
+
+    config = DecoderConfig(hidden_size=256, num_hidden_layers=4)
+    decoder = Decoder(config).reset_parameters()
+    hidden_BTE = decoder(torch.randint(config.vocab_size, (2, 64)))
+    logits_BTV = hidden_BTE @ decoder.embed_tokens.weight.T  # embedding and output are tied
+
+What a device and a compiler change is in kernels.py; padding, documents and caches are in
+causal_lm.py. A tensor is named by its shape: B rows, T positions, S keys (cached ones included),
+H query heads, K key/value heads, D channels per head, E model width, V vocabulary.
 """
 
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-)
-from transformers.utils import logging
-from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
 
-from minimind.model.activation_checkpointing import is_traced
-from minimind.model.attention import (
-    SequenceGroup,
-    cache_sizes,
-    document_positions,
-    eos_starts,
-    make_attention_mask,
+from minimind.model.kernels import (
+    AttentionMask,
+    HeadNorm,
+    HeadProjection,
+    apply_rotary_real,
+    flash_attention,
+    half_heads,
+    is_compiled,
+    is_traced,
+    recomputed,
+    repeat_heads,
 )
-from minimind.model.configuration import MiniMindConfig
-from minimind.model.experts import MiniMindModelOutput, MiniMindOutput, combine_routings
-from minimind.model.layers import Attention, Block, ResidualOutput, RMSNorm
-from minimind.model.rotary import Rotary, build_pos_cis, pos_cis_as_reals
+from minimind.model.rotary import Rotary, build_pos_cis, check_scaling, pos_cis_as_reals
+from minimind.model.sequence import SequenceGroup
+from minimind.model.sizes import feed_forward_width
 from minimind.runtime.device import device_kind
 
-IGNORED = -100  # target without loss, as in transformers
+INIT_STD = 0.02
 
 
-def next_token_loss(
-    logits: Tensor, targets: Tensor, ignore_index: int = IGNORED, by_row: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy in nats (fp32 scalar) and the number of targets (int64).
+@dataclass
+class DecoderConfig:
+    """Shape of the decoder, in the names of transformers."""
 
-    With `by_row` both are (B,), of each row.
+    vocab_size: int = 6400  # V
+    hidden_size: int = 512  # E
+    intermediate_size: int = 0  # of the feed-forward; 0: 8/3 E, rounded up
+    num_hidden_layers: int = 8
+    num_attention_heads: int = 8  # H
+    num_key_value_heads: int = 2  # K, a divisor of H
+    max_position_embeddings: int = 512
+    head_dim: int = 0  # D; 0: E / H
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1e6
+    rope_scaling: dict[str, Any] | None = None  # of a context beyond the trained one (rotary.py)
+    no_rope_layer_interval: int = 0  # every so many layers one does not rotate (SmolLM3)
+    use_flash_attn: bool = True  # fused kernels instead of PlainAttention
+    qkv_bias: bool = False  # of queries, keys and values (Qwen2); the output has none
+    qk_norm: bool = False  # queries and keys are normalized before the rotation (Qwen3)
 
-    logits (B, T, V) at position t predict targets (B, T) at position t, already shifted. A sum, not
-    a mean: a mean of means is wrong if counts differ, and only the caller knows over which
-    micro-batches and ranks to divide. If all targets are ignored, sum and gradients are 0.
-    """
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"targets of shape {tuple(targets.shape)} do not fit"
-            f" logits of shape {tuple(logits.shape)}: each position needs one target."
+    def __post_init__(self) -> None:
+        """Derive the widths that are 0; raise ValueError for a shape that cannot be built."""
+        width, heads, key_heads = (
+            self.hidden_size,
+            self.num_attention_heads,
+            self.num_key_value_heads,
         )
-    loss = F.cross_entropy(
-        logits.float().flatten(0, -2),
-        targets.flatten(),
-        ignore_index=ignore_index,
-        reduction="none" if by_row else "sum",
-    )
-    if by_row:
-        return loss.view_as(targets).sum(-1), (targets != ignore_index).sum(-1)
-    return loss, (targets != ignore_index).sum()
+        if not self.head_dim and width % heads:
+            raise ValueError(
+                f"hidden_size={width} cannot be divided by num_attention_heads={heads}."
+            )
+        if heads % key_heads:
+            raise ValueError(
+                f"num_attention_heads={heads} cannot be divided by num_key_value_heads={key_heads}."
+            )
+        self.head_dim = self.head_dim or width // heads
+        self.intermediate_size = self.intermediate_size or feed_forward_width(width)
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} (by default hidden_size={width} / num_attention_heads="
+                f"{heads}) must be even: rotary position rotates pairs of channels."
+            )
+        if self.rope_scaling is not None:
+            check_scaling(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether attention uses fused kernels, which return no weights."""
+        return self.use_flash_attn
 
 
-def mean_with_nan_grads(loss_sum: Tensor, count: Tensor, also: Tensor | None = None) -> Tensor:
-    """Return loss_sum / count, with NaN gradients if loss_sum or `also` is not finite.
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; the mean in fp32."""
 
-    An infinite loss can have zero gradients, which would go unnoticed. This way the reduced
-    gradient shows the fault on every rank, and nothing is read back to the host.
+    forward = recomputed(nn.RMSNorm.forward)
+
+
+def apply_rotary(x_BTHD: Tensor, pos_cis: Tensor) -> Tensor:
+    """Rotate x by pos_cis, complex64 (T, D/2) or (B, T, D/2); same shape and dtype.
+
+    A pair of ADJACENT channels is one complex number, and is multiplied by that of its position.
+    In fp32; in eager mode complex multiplication is the fastest form.
     """
-    values = [value.detach() for value in (loss_sum, also) if value is not None]
-    return loss_sum / sum((value - value for value in values), start=count)  # adds 0 or NaN
+    pairs = torch.view_as_complex(x_BTHD.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x_BTHD)
 
 
-logger: Any = logging.get_logger(__name__)
+def heads(
+    x_BTE: Tensor, project: nn.Module, norm: nn.Module | None, rotary: Rotary | None, head_dim: int
+) -> Tensor:
+    """Queries or keys (B, T, H, D): projected, normalized if there is a norm, and rotated."""
+    x_BTHD = project(x_BTE).unflatten(-1, (-1, head_dim))
+    if norm is not None:
+        x_BTHD = norm(x_BTHD)
+    if rotary is None:
+        return x_BTHD
+    if rotary.cis is None:
+        return apply_rotary_real(x_BTHD, rotary.reals)
+    return apply_rotary(x_BTHD, rotary.cis)
 
 
-class MiniMindPreTrainedModel(PreTrainedModel):
-    """What transformers asks of every model with this configuration."""
+class Attention(nn.Module):
+    """Causal grouped-query attention: H / K query heads share a key/value head."""
 
-    config_class = MiniMindConfig
-    config: MiniMindConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012 (declared mutable by the base class)
-    _no_split_modules = {"Block"}  # noqa: RUF012 (likewise)
-    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012 (as above; both names)
-    # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
-    _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["model.pos_cis", "model.pos_reals"]
+    def __init__(self, config: Any, layer: int):
+        super().__init__()
+        width, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
+        query_heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.config, self.layer, self.head_dim = config, layer, head_dim
+        interval = config.no_rope_layer_interval
+        self.rotates = not interval or (layer + 1) % interval != 0
+        self.q_proj = HeadProjection(width, query_heads, head_dim, bias)
+        self.k_proj = HeadProjection(width, key_heads, head_dim, bias)
+        self.v_proj = nn.Linear(width, key_heads * head_dim, bias)
+        self.o_proj = ResidualOutput(query_heads * head_dim, width)
+        self.q_norm = HeadNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = HeadNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.plain = PlainAttention()
 
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Initialize the tensors of a module: matrices normal with std 0.02, norms 1, biases 0.
+    def forward(
+        self,
+        x_BTE: Tensor,
+        rotary: Rotary,
+        mask: AttentionMask = None,
+        cache: Any = None,
+        sequence: SequenceGroup | None = None,
+    ) -> Tensor:
+        """Return (B, T, E). Without a mask attention is causal.
 
-        The residual stream sums 2 * n_layers branches, so their output projections are scaled by
-        the inverse root of that (GPT-2, Radford et al. 2019, section 2.3). `initialization` skips
-        tensors loaded from a checkpoint. pos_cis never is, so from_pretrained, which builds on the
-        meta device, fills it here. transformers skips modules without tensors, such as Attention.
+        Keys and values are added to the `cache` of transformers, if any. With `sequence` x and the
+        result are of the positions of this rank, the mask of all.
         """
-        std = 0.02
-        if isinstance(module, ResidualOutput):
-            branches = 2 * self.config.num_hidden_layers
-            initialization.normal_(module.weight, std=std / branches**0.5)
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            initialization.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                initialization.zeros_(module.bias)
-        elif isinstance(module, RMSNorm):
-            initialization.ones_(module.weight)
-        elif isinstance(module, MiniMindModel):
-            initialization.copy_(module.pos_cis, module.build_pos_cis())
-            initialization.copy_(module.pos_reals, pos_cis_as_reals(module.build_pos_cis()))
+        is_half = self.rotates and cache is None and is_compiled()
+        rotated: Callable[..., Tensor] = half_heads if is_half else heads
+        at = rotary if self.rotates else None
+        q_BTHD = rotated(x_BTE, self.q_proj, self.q_norm, at, self.head_dim)
+        k_BTKD = rotated(x_BTE, self.k_proj, self.k_norm, at, self.head_dim)
+        v_BTKD = self.v_proj(x_BTE).unflatten(-1, (-1, self.head_dim))
+        if sequence is not None:
+            q_BTHD, k_BTKD, v_BTKD = sequence.to_heads(q_BTHD, k_BTKD, v_BTKD)
+        q_BHTD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
+        if cache is not None:
+            k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
+        if self.config.is_fused:
+            out_BHTD = flash_attention(q_BHTD, k_BKSD, v_BKSD, mask)
+        else:
+            out_BHTD, _ = self.plain(q_BHTD, k_BKSD, v_BKSD, mask)
+        out_BTHD = out_BHTD.transpose(1, 2)
+        if sequence is not None:
+            out_BTHD = sequence.to_positions(out_BTHD)
+        return self.o_proj(out_BTHD.flatten(-2))
 
 
-class MiniMindModel(MiniMindPreTrainedModel):
+class PlainAttention(nn.Module):
+    """Attention written out, equal to the fused kernels within rounding.
+
+    A module without weights, so that its output can be captured.
+    """
+
+    def forward(
+        self, q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (B, H, T, D) and the weights (B, H, T, S); mask is boolean or additive."""
+        k_BHSD, v_BHSD = repeat_heads(k_BKSD, q_BHTD), repeat_heads(v_BKSD, q_BHTD)
+        scores_BHTS = q_BHTD @ k_BHSD.transpose(-2, -1) * q_BHTD.shape[-1] ** -0.5
+        if mask is None and q_BHTD.shape[2] > 1:
+            mask = torch.ones_like(scores_BHTS[0, 0], dtype=torch.bool).tril()
+        if mask is not None and mask.is_floating_point():
+            scores_BHTS = scores_BHTS + mask
+        elif mask is not None:
+            scores_BHTS = torch.where(mask, scores_BHTS, float("-inf"))
+        weights_BHTS = scores_BHTS.softmax(-1, dtype=torch.float32).type_as(v_BHSD)
+        return weights_BHTS @ v_BHSD, weights_BHTS
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020) without biases."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = ResidualOutput(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        """Output (B, T, E)."""
+        return self.down_proj(silu_gate(self.gate_proj(x_BTE), self.up_proj(x_BTE)))
+
+
+@recomputed
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    feed_forward: Callable[[Any], nn.Module] = FeedForward
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = self.feed_forward(config)
+
+    def forward(self, x_BTE: Tensor, *context: Any) -> Tensor:
+        """Output (B, T, E); `context` is what Attention takes beside x."""
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), *context)
+        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+
+
+class Decoder(nn.Module):
     """Token embedding, blocks and final norm, with the pos_cis table that all blocks share.
 
-    pos_cis is complex64 and not in the state dict: the configuration determines it. pos_reals
-    holds the same values for compiled code.
+    pos_cis is complex64: its entry (t, j) turns the pair j of channels to position t. It is a
+    buffer outside the state dict, because the configuration determines it. pos_reals has the same
+    values for compiled code and for devices without complex numbers.
     """
 
     pos_cis: Tensor
     pos_reals: Tensor
-    _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["pos_cis", "pos_reals"]
 
-    def __init__(self, config: MiniMindConfig):
-        super().__init__(config)
+    def __init__(self, config: Any):
+        nn.Module.__init__(self)  # not super(): MiniMindModel has another base, set up before
+        self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, n) for n in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(map(self.make_block, range(config.num_hidden_layers)))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("pos_cis", self.build_pos_cis(), persistent=False)
         self.register_buffer("pos_reals", pos_cis_as_reals(self.pos_cis), persistent=False)
-        self.post_init()
+
+    def make_block(self, layer: int) -> nn.Module:
+        """The block of a layer, from 0."""
+        return Block(self.config, layer)
+
+    def forward(self, x: Tensor, rotary: Rotary | None = None, *context: Any) -> Tensor:
+        """Return final hidden states (B, T, E) of token ids (B, T), or of embeddings (B, T, E).
+
+        Positions begin at 0 if `rotary` is None; `context` is what Attention takes after it.
+        """
+        x_BTE = x if x.is_floating_point() else self.embed_tokens(x)
+        if rotary is None:
+            rotary = self.rotary_at(slice(x_BTE.shape[1]))
+        for block in self.layers:
+            x_BTE = block(x_BTE, rotary, *context)
+        return self.norm(x_BTE)
+
+    def rotary_at(self, index: Tensor | slice) -> Rotary:
+        """Rotation at the positions `index`, without complex numbers in a graph for compilers."""
+        reals = self.pos_reals[:, index]
+        is_complex = self.pos_cis.device == reals.device and not is_traced()
+        return Rotary(self.pos_cis[index] if is_complex else None, reals)
 
     def build_pos_cis(self) -> Tensor:
         """Build the complex64 table (max_position_embeddings, D/2) on the default device."""
@@ -144,7 +282,7 @@ class MiniMindModel(MiniMindPreTrainedModel):
             config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling
         )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "MiniMindModel":
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Rebuild pos_cis when the module moves: .to(bfloat16) would drop its imaginary part, and
         .to_empty() would leave it uninitialized. It stays on the CPU where there are no complex
         operators.
@@ -161,262 +299,32 @@ class MiniMindModel(MiniMindPreTrainedModel):
         self.pos_reals = reals.to(self.pos_reals.device)
         return self
 
-    @capture_outputs
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        document_starts: Tensor | None = None,
-        sequence: SequenceGroup | None = None,
-        cache: Cache | None = None,
-    ) -> MiniMindModelOutput:
-        """Return final hidden states (B, T, E), and the routing of experts while training.
-
-        input_ids (B, T) or inputs_embeds (B, T, E) are given. attention_mask (B, S) is 0 at
-        padding, which may be on the left; positions skip padding unless position_ids are given.
-        Of four dimensions, (B, 1, T, S), it is complete: boolean, or added to scores. Keys are
-        cached if use_cache is True, by default where the configuration says so, in evaluation and
-        without doc_mask; never while gradients are checkpointed. `cache` is what transformers calls
-        past_key_values since 5.24; give it by one of the names. document_starts (B, T) is True
-        where attention and positions restart, whatever doc_mask is; embeddings alone do not show
-        documents. With `sequence` the result is of this rank's positions.
-
-        capture_outputs collects what output_attentions and output_hidden_states ask for.
-        """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give one of input_ids and inputs_embeds, and not both.")
-        if output_attentions and self.config.is_fused:
-            logger.warning_once(
-                "output_attentions=True gives no attentions, as fused kernels return no weights:"
-                " give attn_implementation='eager' to from_pretrained, or call"
-                " set_attn_implementation('eager')."
-            )
-        if cache is None:
-            cache = past_key_values
-        elif past_key_values is not None:
-            raise ValueError("cache and past_key_values are two names of one argument: give one.")
-        recomputes = self.training and any(
-            getattr(block, "gradient_checkpointing", False) for block in self.layers
-        )
-        if recomputes and cache is not None:
-            raise ValueError(
-                "a cache cannot be used while gradients are checkpointed: the backward pass would"
-                " fill it twice; call eval(), or leave it out."
-            )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not (self.training or self.config.doc_mask)
-        if use_cache and cache is None and not recomputes:
-            cache = DynamicCache(config=self.config)
-        given: Any = input_ids if inputs_embeds is None else inputs_embeds
-        rows, length = given.shape[:2]
-        past, keys = (0, length) if cache is None else cache_sizes(cache, length)
-        padding_BS = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
-        if padding_BS is not None and not is_traced() and padding_BS.shape != (rows, past + length):
-            raise ValueError(
-                f"attention_mask of shape {tuple(padding_BS.shape)} must be"
-                f" {(rows, past + length)}: one entry per position, cached ones included."
-            )
-        starts_BT = document_starts
-        if starts_BT is None and self.config.doc_mask and cache is None and input_ids is not None:
-            assert self.config.eos_token_id is not None
-            starts_BT = eos_starts(input_ids, padding_BS, self.config.eos_token_id)
-        # Then positions are below past + length, and their maximum need not be read back.
-        is_bounded = position_ids is None and padding_BS is None
-        if position_ids is None:
-            position_ids = document_positions(past, padding_BS, starts_BT)
-        if is_traced():  # for any length, so that there is nothing to check
-            if position_ids is None:
-                position_ids = torch.arange(length, device=given.device) + past
-            rotary = self._rotary_at(position_ids)
-        else:
-            end = past + length
-            if position_ids is not None and not is_bounded:
-                end = int(position_ids.max()) + 1
-            if end > len(self.pos_cis):
-                raise ValueError(
-                    f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
-                    " shorten the input or raise max_position_embeddings."
-                )
-            rotary = self._rotary_at(slice(past, end) if position_ids is None else position_ids)
-        if sequence is not None:
-            assert input_ids is not None
-            input_ids = sequence.part(input_ids, 1)
-            cis, reals = rotary
-            rotary = Rotary(
-                None if cis is None else sequence.part(cis, -2), sequence.part(reals, -2)
-            )
-        x_BTE = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        mask = make_attention_mask(
-            self.config, x_BTE, past, attention_mask, starts_BT, keys, length
-        )
-        routings = []
-        for block in self.layers:
-            x_BTE, *routing = block(x_BTE, rotary, mask, cache, sequence)
-            routings.append(routing)
-        out = MiniMindModelOutput(self.norm(x_BTE), cache)
-        if (routing := combine_routings(routings)) is not None:
-            out["aux_loss"], out["expert_load"] = routing
-        return out
-
-    def _rotary_at(self, index: Tensor | slice) -> Rotary:
-        """Rotation at the positions `index`."""
-        reals = self.pos_reals[:, index]
-        return Rotary(self.pos_cis[index] if self.pos_cis.device == reals.device else None, reals)
+    def reset_parameters(self) -> Self:
+        """Draw all weights; return self."""
+        for module in self.modules():
+            draw_weights(module, self.config.num_hidden_layers)
+        return self
 
 
-class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
-    """The decoder with its output projection, trainable by our loop and by transformers."""
+class ResidualOutput(nn.Linear):
+    """The output of a branch, which is added to the residual stream."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (declared mutable by the base class)
-
-    def __init__(self, config: MiniMindConfig):
-        super().__init__(config)
-        # Before the model draws its weights, so that a seed gives what it gave before.
-        lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.model = MiniMindModel(config)
-        self.lm_head = lm_head
-        self.sequence: SequenceGroup | None = None  # ranks that divide the positions of a loss
-        self.post_init()
-
-    def compiled_methods(self) -> list[tuple[nn.Module, str]]:
-        """Methods of modules that --compile compiles, each by itself.
-
-        The blocks share their code. Gradients of a block are complete, and can be reduced, when its
-        own backward pass ends.
-        """
-        blocks: Any = self.model.layers
-        of_blocks = [method for block in blocks for method in block.compiled_methods()]
-        return [*of_blocks, (self.model.norm, "forward"), (self, "_chunked_loss")]
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        num_items_in_batch: Tensor | int | None = None,
-        loss_chunk_size: int | None = None,
-        loss_by_row: bool = False,
-        cache: Cache | None = None,
-        **kwargs: Any,
-    ) -> MiniMindOutput:
-        """Return logits (B, T, V), or those of the positions logits_to_keep: the last ones, if not
-        0, or those of a tensor of indices.
-
-        labels (B, T) are input_ids, shifted here; the keyword shift_labels (B, T) gives shifted
-        targets instead. Targets of -100 are ignored. The loss is the mean over the others (0 if
-        there are none), or their sum divided by num_items_in_batch, which Trainer counts over all
-        micro-batches of a step. With experts in training it includes aux_loss, which is also
-        returned. The other arguments are those of MiniMindModel.
-
-        With loss_chunk_size, return loss_sum and targets of shift_labels (of this rank's positions
-        with `sequence`) instead of loss and logits: all logits at once if 0, else so many. With
-        loss_by_row both are of each row, (B,).
-        """
-        # Not a parameter: transformers' Trainer waits for every parameter that is named a label.
-        shift_labels = kwargs.pop("shift_labels", None)
-        if loss_chunk_size is not None:
-            use_cache, kwargs["sequence"] = False, self.sequence
-        out = self.model(
-            *(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache),
-            return_dict=True,
-            cache=cache,
-            **kwargs,
-        )
-        shared = {name: out[name] for name in out if name != "last_hidden_state"}
-        x_BTE = out.last_hidden_state
-        if loss_chunk_size is not None:
-            assert shift_labels is not None
-            own_BT = shift_labels if self.sequence is None else self.sequence.part(shift_labels, 1)
-            loss_sum, targets = self._chunked_loss(x_BTE, own_BT, loss_chunk_size, loss_by_row)
-            return MiniMindOutput(loss_sum=loss_sum, targets=targets, **shared)
-        last = logits_to_keep
-        kept = last if isinstance(last, Tensor) else slice(-last, None)  # all if 0
-        logits = self.lm_head(x_BTE[:, kept])
-        loss = None
-        if labels is not None and shift_labels is None:
-            shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        if shift_labels is not None:
-            loss_sum, count = next_token_loss(logits, shift_labels)
-            items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            aux_loss = 0 if out.aux_loss is None else out.aux_loss * count  # as a share of items
-            loss = (loss_sum + aux_loss) / items
-        return MiniMindOutput(loss=loss, logits=logits, **shared)
-
-    def _chunked_loss(
-        self, x_BTE: Tensor, targets_BT: Tensor, positions: int, by_row: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return loss_sum and targets from the logits of `positions` positions at a time; 0: all.
-
-        Chunks are recomputed in the backward pass, so logits are never held: this saves 2 V bytes
-        or more per token for E V multiplications.
-        """
-        if not positions:
-            return next_token_loss(self.lm_head(x_BTE), targets_BT, by_row=by_row)
-
-        def chunk_loss(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return next_token_loss(self.lm_head(x), targets, by_row=by_row)
-
-        if by_row:  # so many positions of all rows together
-            positions = max(1, positions // len(targets_BT))
-            parts = zip(x_BTE.split(positions, 1), targets_BT.split(positions, 1), strict=True)
-        else:
-            x_NE, targets_N = x_BTE.flatten(0, 1), targets_BT.flatten()
-            parts = zip(x_NE.split(positions), targets_N.split(positions), strict=True)
-        recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        sums = [recompute(chunk_loss, *part) for part in parts]
-        loss_sum, targets = (torch.stack(values).sum(0) for values in zip(*sums, strict=True))
-        return loss_sum, targets
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
 
 
-# The heads of transformers are made by AutoModel there, which does not know this code.
+@torch.no_grad()
+def draw_weights(module: nn.Module, layers: int) -> None:
+    """Draw the tensors of a module: matrices normal with std 0.02, norms 1, biases 0.
 
-
-class MiniMindForSequenceClassification(GenericForSequenceClassification, MiniMindPreTrainedModel):
-    """The decoder with a score of each label, taken at the last token of a row."""
-
-    accepts_loss_kwargs = False  # the loss is a mean, whatever num_items_in_batch Trainer counts
-
-    def __init__(self, config: MiniMindConfig):
-        MiniMindPreTrainedModel.__init__(self, config)
-        self.num_labels: Any = config.num_labels
-        self.model = MiniMindModel(config)
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
-
-
-class MiniMindForTokenClassification(GenericForTokenClassification, MiniMindPreTrainedModel):
-    """The decoder with a score of each label at every token."""
-
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: MiniMindConfig):
-        MiniMindPreTrainedModel.__init__(self, config)
-        self.num_labels: Any = config.num_labels
-        self.model = MiniMindModel(config)
-        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.1)
-        self.score = nn.Linear(config.hidden_size, self.num_labels)
-        self.post_init()
-
-
-class MiniMindForQuestionAnswering(GenericForQuestionAnswering, MiniMindPreTrainedModel):
-    """The decoder with the scores of a span's first and last token."""
-
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: MiniMindConfig):
-        MiniMindPreTrainedModel.__init__(self, config)
-        self.model = MiniMindModel(config)
-        self.qa_outputs = nn.Linear(config.hidden_size, 2)
-        self.post_init()
+    The residual stream sums 2 * layers branches, so their outputs are scaled by the inverse root of
+    that (GPT-2, Radford et al. 2019, section 2.3).
+    """
+    if isinstance(module, ResidualOutput):
+        nn.init.normal_(module.weight, std=INIT_STD / (2 * layers) ** 0.5)
+    elif isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=INIT_STD)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.RMSNorm):
+        nn.init.ones_(module.weight)

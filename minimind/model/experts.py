@@ -1,18 +1,20 @@
 """Mixture of experts: each token is routed to a few of several feed-forward networks.
 
+A block with experts has more outputs than its hidden states, in training: the routing.
+
 Shape letters: B rows, T positions, N = B T tokens, X routed experts, C experts per token,
 S = N C visits, E model width, L layers.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import Block, FeedForward
 
 
 class Routing(NamedTuple):
@@ -20,27 +22,6 @@ class Routing(NamedTuple):
 
     aux_loss: Tensor  # fp32 scalar with aux_loss_alpha, added to the cross-entropy
     load: Tensor  # fp32 (X,), or (L, X) over layers: share of visits, 1 / X if balanced
-
-
-@dataclass
-class MiniMindModelOutput(BaseModelOutputWithPast):
-    """Output without the output projection; aux_loss and expert_load as in MiniMindOutput."""
-
-    aux_loss: Tensor | None = None
-    expert_load: Tensor | None = None
-
-
-@dataclass
-class MiniMindOutput(CausalLMOutputWithPast):
-    """Output of the decoder; aux_loss and expert_load while a mixture of experts trains.
-
-    With loss_chunk_size, loss_sum and targets replace loss and logits.
-    """
-
-    aux_loss: Tensor | None = None
-    expert_load: Tensor | None = None
-    loss_sum: Tensor | None = None  # fp32 scalar, cross-entropy in nats
-    targets: Tensor | None = None  # int64 scalar, number of targets in the sum
 
 
 class MixtureOfExperts(nn.Module):
@@ -52,15 +33,17 @@ class MixtureOfExperts(nn.Module):
     GPU the group sizes are read back once per layer; nothing else waits for the device.
     """
 
-    def __init__(self, config: MiniMindConfig, make_expert: Callable[[], nn.Module]):
+    def __init__(self, config: MiniMindConfig):
         super().__init__()
         self.per_token = config.num_experts_per_tok
         self.alpha = config.aux_loss_alpha
         # A single normalized weight would always be 1, and the gate would learn nothing.
         self.is_normed = config.norm_topk_prob and self.per_token > 1
         self.gate = nn.Linear(config.hidden_size, config.n_routed_experts, bias=False)
-        self.experts = nn.ModuleList(make_expert() for _ in range(config.n_routed_experts))
-        self.shared_experts = nn.ModuleList(make_expert() for _ in range(config.n_shared_experts))
+        self.experts = nn.ModuleList(FeedForward(config) for _ in range(config.n_routed_experts))
+        self.shared_experts = nn.ModuleList(
+            FeedForward(config) for _ in range(config.n_shared_experts)
+        )
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:
         """All but the routed experts, whose shapes differ in every batch."""
@@ -120,10 +103,45 @@ class MixtureOfExperts(nn.Module):
         return Routing(self.alpha * balance_B.mean(), share_BX.mean(0))
 
 
-def combine_routings(routings: Sequence[Sequence[Tensor]]) -> Routing | None:
-    """Sum the losses of all layers and stack their loads (L, X); None without experts."""
-    layers = [Routing(*routing) for routing in routings if routing]
+class ExpertBlock(GradientCheckpointingLayer, Block):
+    """A block with a mixture of experts; `routing` is that of the last forward pass in training."""
+
+    feed_forward = MixtureOfExperts
+    routing: Routing | None = None
+
+    def forward(self, x_BTE: Tensor, *context: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] (see __call__)
+        """Output (B, T, E), followed by the fields of Routing in training.
+
+        Flat, because reentrant checkpointing finds no gradient in a nested tuple.
+        """
+        x_BTE, normed_BTE = self._attend(x_BTE, *context)
+        y_BTE, *routing = self.mlp(normed_BTE)
+        return x_BTE + y_BTE, *routing
+
+    def __call__(self, x_BTE: Tensor, *context: Any) -> Tensor:
+        """Output (B, T, E). The routing is kept here, where checkpointing has returned it."""
+        x_BTE, *routing = super().__call__(x_BTE, *context)
+        if routing:
+            self.routing = Routing(*routing)
+        return x_BTE
+
+    def _attend(self, x_BTE: Tensor, *context: Any) -> tuple[Tensor, Tensor]:
+        """Add the attention; return the residual stream and the input of the feed-forward."""
+        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), *context)
+        return x_BTE, self.post_attention_layernorm(x_BTE)
+
+    def compiled_methods(self) -> list[tuple[nn.Module, str]]:
+        """Methods that --compile compiles: all, except for the routed experts."""
+        experts: Any = self.mlp
+        return [(self, "_attend"), *experts.compiled_methods()]
+
+
+def take_routing(blocks: Iterable[Any]) -> Routing | None:
+    """Take the routing that the blocks kept: summed losses, stacked loads (L, X); None: of none."""
+    layers = [block.routing for block in blocks if getattr(block, "routing", None)]
     if not layers:
         return None
+    for block in blocks:
+        block.routing = None  # it holds the graph of the backward pass
     aux_loss = torch.stack([routing.aux_loss for routing in layers]).sum()
     return Routing(aux_loss, torch.stack([routing.load for routing in layers]))

@@ -117,36 +117,6 @@ def build_pos_cis(
     return torch.polar(mscale * torch.ones_like(angles), angles).to(torch.complex64)
 
 
-def apply_rotary(x_BTHD: Tensor, pos_cis: Tensor) -> Tensor:
-    """Rotate x by pos_cis, (T, D/2) or (B, T, D/2); same shape and dtype.
-
-    Computed in fp32, by complex multiplication, which is the fastest form in eager mode.
-    """
-    pairs = torch.view_as_complex(x_BTHD.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x_BTHD)
-
-
-def apply_rotary_traced(x_BTHD: Tensor, rotary: Tensor) -> Tensor:
-    """`apply_rotary` without complex operators, which compilers do not fuse, and ONNX does not
-    have; rotary is that of `apply_rotary_half`.
-    """
-    a, b = x_BTHD.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = rotary.unsqueeze(-2).unbind(0)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).type_as(x_BTHD)
-
-
-def apply_rotary_half(x_BTHD: Tensor, rotary: Tensor) -> Tensor:
-    """`apply_rotary` for x in the half layout.
-
-    rotary is `pos_cis_as_reals(pos_cis)`, fp32 (2, T, D/2) or (2, B, T, D/2). Halves are rounded
-    before they are concatenated: compiled, that takes one pass over x instead of two.
-    """
-    a, b = (half.float() for half in x_BTHD.chunk(2, -1))
-    cos, sin = rotary.unsqueeze(-2).unbind(0)
-    halves = (a * cos - b * sin).type_as(x_BTHD), (a * sin + b * cos).type_as(x_BTHD)
-    return torch.cat(halves, -1)
-
-
 def pos_cis_as_reals(pos_cis: Tensor) -> Tensor:
     """Real and imaginary parts of pos_cis, fp32 (2, ...), each contiguous."""
     return torch.stack((pos_cis.real, pos_cis.imag))

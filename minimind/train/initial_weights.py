@@ -35,7 +35,7 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.engine.optimizers import scale_initial_weights
 from minimind.errors import CheckpointError, UsageError
-from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model.causal_lm import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime import disk
 from minimind.runtime.urls import named

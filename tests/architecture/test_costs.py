@@ -19,10 +19,11 @@ from minimind.architecture.costs import Layout, activation_bytes, bytes_sent, me
 from minimind.architecture.plan import Machine, alternatives, layout_of, plan, shape_of
 from minimind.architecture.shape import Shape, flops_per_token
 from minimind.config.parse import PRESETS, parse_flags
-from minimind.model import attention as attention_kernels
-from minimind.model.activation_checkpointing import enable_checkpointing
-from minimind.model.attention import has_flex_kernel
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM, next_token_loss
+from minimind.model import kernels
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.kernels import has_flex_kernel
+from minimind.model.loss import next_token_loss
 from minimind.model.sizes import LOSS_CHUNK
 
 SMALL = Shape(64, 2, 4, 2, 192, 600, 32)
@@ -231,7 +232,7 @@ def test_one_mask_over_long_rows_is_counted_for_all_blocks(dtype: str):
 def test_on_a_gpu_documents_need_no_mask_and_no_repeated_keys_where_blocks_are_fast(
     n_heads: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(attention_kernels, "_gpu_compiler_fault", lambda *_: "")
+    monkeypatch.setattr(kernels, "_gpu_compiler_fault", lambda *_: "")
     shape = replace(SMALL, dim=64, n_heads=n_heads, n_kv_heads=2, max_seq_len=512, doc_mask=True)
     layout = Layout(2, 1, "bfloat16", rows=4)
     apart = activation_bytes(replace(shape, doc_mask=False), layout)

@@ -28,9 +28,9 @@ from minimind.data.rows.order import Order
 from minimind.engine.loss_of_batch import compile_model, uncompiled
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_model
-from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model.causal_lm import enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import next_token_loss
+from minimind.model.loss import next_token_loss
 from minimind.train.dry_run import dry_run_text
 from tests.conftest import ROOT, Launcher, sentences
 from tests.train.starts import planned, read_initial

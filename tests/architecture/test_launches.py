@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,8 +18,8 @@ from minimind.architecture.shape import shape_of
 from minimind.config.parse import parse_flags
 from minimind.engine.build import leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.model import layers
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from tests.engine.test_backends import engine_of
 from tests.model.compiled_graphs import Graphs, schedule
 
@@ -61,7 +62,7 @@ class Operators(TorchDispatchMode):
 
 def eager_step(monkeypatch: pytest.MonkeyPatch, n_layers: int, micro_batches: int) -> int:
     """Operators of a step without DeepSpeed in bf16, with the norm and optimizer of a GPU."""
-    monkeypatch.setattr(layers, "rms_norm", lambda x, weight, eps: FusedNorm.apply(x, weight))
+    monkeypatch.setattr(F, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight))
     supported = "_get_foreach_kernels_supported_devices"
     monkeypatch.setattr(_foreach_utils, supported, lambda: ["cpu"])
     sizes: Any = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4}

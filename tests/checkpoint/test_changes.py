@@ -22,7 +22,7 @@ from minimind.inference.engine import generate_texts
 from minimind.inference.load_model import load_checkpoint
 from minimind.inference.text import Sampling
 from minimind.interop.export import consolidate
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.recovery.step_rows import read_run
 from tests.checkpoint.weights import load_weights
 from tests.conftest import sentences

@@ -21,7 +21,7 @@ from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
 from minimind.inference.load_model import load_checkpoint
 from minimind.interop import tensor_sources, write_folder
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.faults import tiny
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RECIPES, files_by_name
 from minimind.errors import UsageError
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "models"
 PRESETS = sorted(FOLDER.glob("*.yaml"))

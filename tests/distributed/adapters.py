@@ -42,7 +42,9 @@ OFFLOAD = {f"{ZERO}offload_optimizer": {"device": "cpu"}, "zero_force_ds_cpu_opt
 CPU_ADAM = {f"{ZERO}offload_optimizer": {"device": "cpu"}, f"{PARAMS}torch_adam": False}
 FUSED = {f"{PARAMS}torch_adam": False}
 ROUND_ROBIN = {f"{ZERO}round_robin_gradients": True, f"{ZERO}parameter_alignment": True}
-BLOCKS = {f"{ZERO}leaf_module": {"classes": ["minimind.model.layers.Block"]}}  # gathered at once
+BLOCKS = {
+    f"{ZERO}leaf_module": {"classes": ["minimind.model.causal_lm.DenseBlock"]}
+}  # gathered at once
 WIDE_SUMS = {"data_types.grad_accum_dtype": "fp32"}
 # The scale doubles every 3 steps, overflows, and is halved: all of it before and after the save.
 SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hysteresis": 2}

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from minimind.engine.build import leave_process_group
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.engine import Engine
-from minimind.model.activation_checkpointing import enable_checkpointing
-from minimind.model.attention import SequenceGroup, boolean_mask
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
-from minimind.model.layers import flash_attention
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.kernels import flash_attention
+from minimind.model.masks import boolean_mask
+from minimind.model.sequence import SequenceGroup
 from tests.distributed.target_means import TARGETS, marked
 from tools.engines import ROWS, Case, build, state_of, text
 

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from minimind.engine import deepspeed_backend, flat_partitions, master_weights
 from minimind.engine.build import Engine
 from minimind.engine.flat_partitions import CHECKED, FlatPartitions
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from tools.engines import Case, build, course, state_of
 
 STEPS = 5

@@ -27,7 +27,8 @@ from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.build import Engine, build_engine
 from minimind.engine.clocks import PhaseClock
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.recovery.corruption import INTEGERS, CorruptionCheck
 
 SHAPE = MiniMindConfig(

@@ -28,8 +28,9 @@ from minimind.data.rows.order import Order
 from minimind.engine.build import Engine, build_engine
 from minimind.engine.clocks import PhaseClock
 from minimind.errors import NumericError
-from minimind.model import decoder
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model import loss as model_loss
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.report.run_logger import RunLogger
 from minimind.train.failures import SkippedSteps
 
@@ -73,8 +74,8 @@ class Spoiler:
 
     def __init__(self, engine: Engine) -> None:
         self.what, self.micro_batch, self.seen = "", -1, 0
-        self.true_loss = decoder.next_token_loss
-        decoder.next_token_loss = self.loss  # spoilt on purpose
+        self.true_loss = model_loss.next_token_loss
+        model_loss.next_token_loss = self.loss  # spoilt on purpose
         self.rank = engine.rank
         weights = dict(engine.model.named_parameters())
         weights["model.norm.weight"].register_hook(self.gradient)

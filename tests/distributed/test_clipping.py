@@ -13,7 +13,7 @@ from minimind.checkpoint.directory import published_checkpoints
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.checkpoint.weights import load_weights
 from tests.conftest import SHAPE, Launcher
 

@@ -17,7 +17,8 @@ from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
 from minimind.data.rows.order import Order
 from minimind.data.shards.manifest import Options
 from minimind.data.text.inputs import Source
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from tests.checkpoint.weights import load_weights
 from tests.conftest import Launcher, Run
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from tests.distributed.target_means import RATES, TARGETS, rows_of
 from tools.engines import LENGTH, TINY
 from tools.forking import Nursery

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from tests.distributed.adapters import ZERO
 from tools.engines import Case, build, course
 from tools.measure_memory import COLLECTIVES, inner_parts, settled

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from minimind.engine import flat_partitions
 from minimind.engine.adapters import TESTED
 from minimind.engine.build import Engine
-from minimind.model.activation_checkpointing import enable_checkpointing
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
+from minimind.model.configuration import MiniMindConfig
 from tests.distributed.adapters import BF16, EXPERTS, FP16, FP32, OFFLOAD, SCALED, WIDE_SUMS, ZERO
 from tools.engines import Case, WithFrozenParts, build, course, load, save, state_of, text
 

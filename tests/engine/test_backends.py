@@ -25,7 +25,8 @@ from minimind.engine.build import (
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.optimizers import optimizer_of, parameter_groups
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM, MiniMindModel
+from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindModel
+from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import Rotary
 from minimind.runtime.device import HOST, Host
 
@@ -252,7 +253,7 @@ def test_a_run_in_reals_and_without_float64_has_the_losses_of_the_cpu(monkeypatc
             for name in ("has_float64", "skips_by_flag"):
                 monkeypatch.setattr(Host, name, False)
             monkeypatch.setattr(
-                MiniMindModel, "_rotary_at", lambda self, i: Rotary(None, self.pos_reals[:, i])
+                MiniMindModel, "rotary_at", lambda self, i: Rotary(None, self.pos_reals[:, i])
             )
         torch.manual_seed(1)
         line = "--accumulation_steps 2 --dtype float32"

@@ -39,11 +39,9 @@ from minimind.engine.loss_of_batch import (
     compute_loss,
     uncompiled,
 )
-from minimind.model import activation_checkpointing as recomputing
-from minimind.model import attention, layers
-from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model import kernels, masks
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 from tests.conftest import ROOT
 from tests.engine.test_backends import engine_of
 
@@ -172,7 +170,7 @@ def test_other_documents_compile_no_block_again(quickly, monkeypatch):
         return [float(compute_loss(model, ModelInputs.of_text(rows)).loss_sum) for rows in batches]
 
     expected = loss_sums()  # with dense masks
-    monkeypatch.setattr(attention, "has_flex_kernel", lambda *_: True)
+    monkeypatch.setattr(masks, "has_flex_kernel", lambda *_: True)
     compile_model(model, COMPILED, "cpu")
     assert loss_sums() == pytest.approx(expected, rel=1e-5)
     assert counters["stats"]["unique_graphs"] == len(REGIONS)
@@ -183,10 +181,10 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
     """As on a GPU, where every layer says which kernels it asks."""
 
     def as_on_a_gpu(*qkv):
-        return layers._fused(layers.CAUSAL_KERNELS, *qkv, is_causal=True, enable_gqa=True)
+        return kernels._fused(kernels.CAUSAL_KERNELS, *qkv, is_causal=True, enable_gqa=True)
 
-    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(layers, "blockwise_attention", as_on_a_gpu)
+    monkeypatch.setattr(kernels, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(kernels, "blockwise_attention", as_on_a_gpu)
     model = built()
     enable_checkpointing(model)
     engine = engine_of(model, monkeypatch, "--dtype float32 --compile on")
@@ -204,9 +202,9 @@ def test_a_choice_of_kernels_breaks_no_graph_and_compiling_is_timed(quickly, mon
 
 def test_torch_caches_a_block_that_chooses_its_attention_kernel(quickly, monkeypatch):
     """As on a GPU; without its mark the choice keeps every block out of the cache."""
-    kernels = partial(layers._fused, layers.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
-    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(layers, "blockwise_attention", kernels)
+    fused = partial(kernels._fused, kernels.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
+    monkeypatch.setattr(kernels, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(kernels, "blockwise_attention", fused)
     nodes: list[Any] = []
 
     def capture(graph: Any, inputs: Any) -> Any:
@@ -360,19 +358,18 @@ def test_a_torch_without_the_option_compiles_backward_graphs_at_their_first_use(
 def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
     """On GPUs it was not measured, and eager code would pay for nothing."""
 
+    @kernels.recomputed
     def doubled(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     calls: list[torch.Tensor] = []
-    monkeypatch.setattr(recomputing, "recompute", lambda _, x: calls.append(x) or x)
-    assert torch.equal(
-        recomputing.recompute_if_compiled(doubled, torch.ones(2)), torch.full((2,), 2.0)
-    )
+    monkeypatch.setattr(kernels, "recompute", lambda _, x: calls.append(x) or x)
+    assert torch.equal(doubled(torch.ones(2)), torch.full((2,), 2.0))
     assert not calls
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    recomputing.recompute_if_compiled(doubled, torch.ones(2, device="meta"))
+    doubled(torch.ones(2, device="meta"))
     assert not calls
-    recomputing.recompute_if_compiled(doubled, torch.ones(2))
+    doubled(torch.ones(2))
     assert len(calls) == 1
 
 

@@ -19,9 +19,8 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine.build import build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.runtime.device import HOST, Host
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"

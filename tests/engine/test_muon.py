@@ -31,7 +31,8 @@ from minimind.engine.optimizers import (
 )
 from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import Fragment
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.device import Host
 from tests.distributed.muon_stacks import CASES, STACKS
 from tools.forking import Nursery

@@ -17,7 +17,7 @@ from minimind.config.run_config import RunConfig
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
 from minimind.engine.optimizers import mup_line, run_groups, scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 
 SHAPE = "--dim 32 --n_heads 4 --n_kv_heads 2 --n_layers 2 --vocab_size 512 --max_seq_len 16"
 EXPERTS = "--use_moe --n_routed_experts 2"

@@ -20,7 +20,8 @@ from minimind.data.shards.conversation_shards import START
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.loss_of_batch import PADDING, token_ids
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.recovery.corruption import replay
 from tools.host_reads import counted
 

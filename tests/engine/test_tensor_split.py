@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from minimind.engine.state import TensorSplit, layer_specs
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 
 BY_ROWS, BY_COLUMNS, WHOLE = (
     f"model.layers.0.{name}.weight" for name in ("mlp.up_proj", "mlp.down_proj", "input_layernorm")

@@ -12,7 +12,8 @@ from minimind.checkpoint.identity import identity
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine import build
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.device import set_numerics
 
 TINY = MiniMindConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)

@@ -23,7 +23,8 @@ from minimind.engine.deepspeed_backend import DeepSpeedBackend
 from minimind.engine.optimizers import optimizer_of, parameter_groups
 from minimind.engine.state import ZeroState
 from minimind.errors import RunError
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.terminal import one_line
 from minimind.train.rows import resume_order
 from tests.alone import Alone

@@ -30,7 +30,8 @@ from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.engine.optimizers import parameter_groups
 from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import ZeroState
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from tests.alone import Alone
 from tests.conftest import sentences
 

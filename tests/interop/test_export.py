@@ -28,7 +28,7 @@ from minimind.interop import tensor_sources
 from minimind.interop.formats import WRITTEN
 from minimind.interop.hf_folder import AUTO_MAP, remote_code
 from minimind.interop.weights import load_weights_from
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.conftest import ROOT, sentences
 from tests.faults import tiny
 

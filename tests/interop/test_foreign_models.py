@@ -31,7 +31,7 @@ from minimind.inference.text import Sampling
 from minimind.interop.foreign_config import ARCHITECTURES, FIXED, MISTRAL_WINDOW, NO_ROPE_INTERVAL
 from minimind.interop.tensor_sources import open_tensors
 from minimind.interop.weights import load_weights_from
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.conftest import sentences
 from tests.faults import tiny
 from tests.train.starts import read_initial

@@ -25,7 +25,7 @@ from minimind.data.tokenizer.sentencepiece import train_tokenizer
 from minimind.interop import write_folder
 from minimind.interop.gguf import gguf_vocabulary
 from minimind.interop.weights import load_weights_from
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.conftest import sentences
 from tests.faults import tiny
 from tests.interop import minimind2

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minimind.cli.main import main
 from minimind.inference.load_model import load_checkpoint, load_model
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.rotary import LLAMA3, rotary_frequencies
 from tests.faults import tiny
 

@@ -10,14 +10,10 @@ import torch
 
 from minimind.interop.formats import FORMATS
 from minimind.interop.tensor_sources import TensorSource
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.rotary import (
-    apply_rotary,
-    build_pos_cis,
-    half_to_interleaved,
-    interleaved_to_half,
-)
+from minimind.model.decoder import apply_rotary
+from minimind.model.rotary import build_pos_cis, half_to_interleaved, interleaved_to_half
 
 MINIMIND2 = FORMATS["minimind2"]
 

@@ -17,7 +17,7 @@ from minimind.config.parse import config_file
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.tensor_sources import open_tensors, unwrapped
 from minimind.interop.weights import load_transformers_weights, load_weights_from
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.interop.hostile import good_folder
 from tests.model.references import as_reference, build
 

@@ -13,16 +13,16 @@ from typing import Any, ClassVar
 from transformers.models.auto import modeling_auto as auto
 
 from minimind.interop.hf_folder import register
-from minimind.model import decoder
+from minimind.model import causal_lm
 from minimind.model.configuration import MiniMindConfig
 from tests.generation.test_utils import GenerationTesterMixin  # pyright: ignore[reportMissingImports] (theirs)
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask  # pyright: ignore[reportMissingImports] (theirs)
 
-BASE, CAUSAL = decoder.MiniMindModel, decoder.MiniMindForCausalLM
+BASE, CAUSAL = causal_lm.MiniMindModel, causal_lm.MiniMindForCausalLM
 HEADS = (
-    decoder.MiniMindForSequenceClassification,
-    decoder.MiniMindForTokenClassification,
-    decoder.MiniMindForQuestionAnswering,
+    causal_lm.MiniMindForSequenceClassification,
+    causal_lm.MiniMindForTokenClassification,
+    causal_lm.MiniMindForQuestionAnswering,
 )
 register()
 # The harness looks up here which class is a base model, and which labels a head takes.

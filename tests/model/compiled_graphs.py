@@ -28,7 +28,7 @@ from torch._inductor.virtualized import V
 
 from minimind.config.parse import parse_flags
 from minimind.engine.loss_of_batch import compile_model
-from minimind.model import activation_checkpointing, layers
+from minimind.model import kernels as of_model
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,10 @@ def kernel_of(node: Any) -> Kernel:
 
 def schedule(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """Schedule forward and backward pass of the loss of `rows`, as for a GPU."""
-    fused = partial(layers._fused, layers.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
-    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
-    monkeypatch.setattr(layers, "blockwise_attention", fused)
-    monkeypatch.setattr(
-        activation_checkpointing, "recompute", lambda function, *inputs: function(*inputs)
-    )
+    fused = partial(of_model._fused, of_model.CAUSAL_KERNELS, is_causal=True, enable_gqa=True)
+    monkeypatch.setattr(of_model, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(of_model, "blockwise_attention", fused)
+    monkeypatch.setattr(of_model, "recompute", lambda function, *inputs: function(*inputs))
     graphs = Graphs()
     torch._dynamo.reset()
     inner_compile: Any = graphs.compile

@@ -16,8 +16,8 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 
 # The argument of this transformers with cached keys and values, and the output.
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from minimind.model.attention import boolean_mask, document_positions, eos_starts
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
-from minimind.model.rotary import apply_rotary
+from minimind.model.decoder import apply_rotary
+from minimind.model.loss import next_token_loss
+from minimind.model.masks import boolean_mask, document_positions, eos_starts
 
 V, T, EOS = 97, 24, 2
 LENGTHS = (5, 1, 30, 0, 12, 7, 0, 0, 70, 3, 19)  # some longer than a row, some empty
@@ -141,7 +142,7 @@ def test_those_positions_are_what_queries_and_keys_are_turned_by(monkeypatch: py
         seen.append(pos_cis)
         return apply_rotary(x, pos_cis)
 
-    monkeypatch.setattr("minimind.model.layers.apply_rotary", watched)
+    monkeypatch.setattr("minimind.model.decoder.apply_rotary", watched)
     model, ids = build(), torch.tensor([[9, 9, EOS, 9, 9, EOS, EOS, 9]])
     model(ids)
     assert len(seen) == 6  # no logit could show it: turns matter by their differences alone

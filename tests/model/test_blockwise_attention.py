@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimind.model import layers
-from minimind.model.attention import BLOCK, blockwise_attention
+from minimind.model import kernels
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
+from minimind.model.decoder import PlainAttention
+from minimind.model.kernels import BLOCK, blockwise_attention
 
 B, H, K, D = 2, 6, 2, 8
 
@@ -44,7 +45,7 @@ def test_blocks_give_what_float64_gives_with_gradients(length: int):
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return layers.reference_attention(q, k, v, None)[0]
+    return PlainAttention()(q, k, v, None)[0]
 
 
 def test_bf16_is_as_near_to_float64_as_attention_written_out():
@@ -87,5 +88,5 @@ def test_it_is_what_a_compiled_model_runs_on_a_cpu_and_an_eager_one_does_not(mon
     loss = compiled(ids, labels=ids).loss
     called = " ".join(str(graph.graph) for graph in graphs)
     assert "scaled_dot_product" not in called
-    monkeypatch.setattr(layers, "blockwise_attention", None)  # an eager model does not touch it
+    monkeypatch.setattr(kernels, "blockwise_attention", None)  # an eager model does not touch it
     torch.testing.assert_close(model(ids, labels=ids).loss, loss, rtol=1e-5, atol=0)

@@ -19,9 +19,11 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
 
-from minimind.model import layers
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM, MiniMindModel
-from minimind.model.layers import Attention, RMSNorm, flash_attention, reference_attention
+from minimind.model import decoder, kernels
+from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindModel
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.decoder import Attention, PlainAttention, RMSNorm
+from minimind.model.kernels import flash_attention
 from minimind.model.rotary import Rotary, build_pos_cis, pos_cis_as_reals
 from minimind.runtime.device import KINDS
 
@@ -119,7 +121,7 @@ def heads_of(length: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_flash_attention_equals_the_reference_without_a_mask(length: int, keys: int):
     parts = heads_of(length, keys)
     torch.testing.assert_close(
-        flash_attention(*parts, None), reference_attention(*parts, None)[0], rtol=1e-5, atol=1e-6
+        flash_attention(*parts, None), PlainAttention()(*parts, None)[0], rtol=1e-5, atol=1e-6
     )
 
 
@@ -128,7 +130,7 @@ def test_flash_attention_equals_the_reference_under_a_mask():
     mask = torch.rand(B, 1, 4, T, generator=torch.manual_seed(4)) < 0.5
     mask[..., 0] = True
     torch.testing.assert_close(
-        flash_attention(*parts, mask), reference_attention(*parts, mask)[0], rtol=1e-5, atol=1e-6
+        flash_attention(*parts, mask), PlainAttention()(*parts, mask)[0], rtol=1e-5, atol=1e-6
     )
 
 
@@ -146,7 +148,7 @@ def test_on_a_gpu_kernels_are_requested_in_our_order(monkeypatch, queries: int, 
     mask = torch.ones(B, 1, queries, T, dtype=torch.bool) if is_masked else None
     expected, before = flash_attention(*parts, mask), _cur_sdpa_kernel_backends(True)
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(kernels, "KERNEL_DEVICE", "cpu")
     assert torch.equal(flash_attention(*parts, mask), expected)
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     is_row = queries > 1 and not is_masked
@@ -176,7 +178,7 @@ def test_key_heads_are_repeated_where_only_the_slow_kernel_takes_groups(
 
     q_BHTD, k_BKSD, v_BKSD = (part.to(dtype) for part in heads_of(queries, T))
     expected = flash_attention(q_BHTD, k_BKSD, v_BKSD, None)
-    monkeypatch.setattr(layers, "KERNEL_DEVICE", "cpu")
+    monkeypatch.setattr(kernels, "KERNEL_DEVICE", "cpu")
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major)
     )
@@ -394,7 +396,7 @@ def test_where_complex_operators_are_missing_positions_are_reals(
     """With a stand-in for an Apple GPU, of which tensors have no values."""
     monkeypatch.setitem(KINDS, "meta", KINDS["mps"])
     used: list[Tensor] = []
-    monkeypatch.setattr(layers, "apply_rotary", lambda x, cis: used.append(cis))
+    monkeypatch.setattr(decoder, "apply_rotary", lambda x, cis: used.append(cis))
     moved: Any = model
     inner = moved.to("meta").model
     assert (inner.pos_cis.device.type, inner.pos_reals.device.type) == ("cpu", "meta")
@@ -410,7 +412,7 @@ def test_reals_rotate_as_complex_numbers(
 ):
     expected = model(ids_BT).logits
     monkeypatch.setattr(
-        MiniMindModel, "_rotary_at", lambda self, i: Rotary(None, self.pos_reals[:, i])
+        MiniMindModel, "rotary_at", lambda self, i: Rotary(None, self.pos_reals[:, i])
     )
     torch.testing.assert_close(model(ids_BT).logits, expected)
 
@@ -480,7 +482,7 @@ def test_a_seed_draws_all_modules_and_then_their_weights_in_the_order_of_the_mod
     config = model.config
     torch.nn.Embedding(config.vocab_size, config.hidden_size)
     for number in range(config.num_hidden_layers):
-        layers.Block(config, number)
+        decoder.Block(config, number)
     torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     for name, weight in model.named_parameters():
         if "norm" not in name:

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.other_cards import CARDS
-from minimind.model import attention
-from minimind.model.attention import boolean_mask, document_block_mask, has_flex_kernel
+from minimind.model import kernels, masks
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
-from minimind.model.layers import flash_attention
+from minimind.model.kernels import document_block_mask, flash_attention, has_flex_kernel
+from minimind.model.loss import next_token_loss
+from minimind.model.masks import boolean_mask
 from tests.conftest import ROOT
 
 EOS, V = 2, 50
@@ -104,9 +105,9 @@ def rows(length: int = 300) -> Tensor:
 def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: pytest.MonkeyPatch):
     model, made = build(), []
     expected = model(rows()).logits
-    monkeypatch.setattr(attention, "has_flex_kernel", lambda *_: True)
+    monkeypatch.setattr(masks, "has_flex_kernel", lambda *_: True)
     monkeypatch.setattr(
-        attention,
+        masks,
         "document_block_mask",
         lambda starts: made.append(document_block_mask(starts)) or made[-1],
     )
@@ -124,7 +125,7 @@ def test_a_model_makes_its_blocks_once_and_gives_the_same_logits(monkeypatch: py
 
 
 def test_blocks_are_for_gpus_and_heads_that_triton_multiplies(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda *_: "")
+    monkeypatch.setattr(kernels, "_gpu_compiler_fault", lambda *_: "")
     cuda = torch.device("cuda")
     assert has_flex_kernel(cuda, 16, 128, torch.float32)
     assert has_flex_kernel(cuda, 96, 300, torch.bfloat16)
@@ -135,16 +136,16 @@ def test_blocks_are_for_gpus_and_heads_that_triton_multiplies(monkeypatch: pytes
 
 def test_without_a_compiler_the_mask_of_documents_is_a_tensor(monkeypatch: pytest.MonkeyPatch):
     """Flex attention is compiled also in a model that is not."""
-    monkeypatch.setattr(attention, "compiler_fault", lambda device, _: f"none for {device}")
-    attention._gpu_compiler_fault.cache_clear()
+    monkeypatch.setattr(kernels, "compiler_fault", lambda device, _: f"none for {device}")
+    kernels._gpu_compiler_fault.cache_clear()
     assert not has_flex_kernel(torch.device("cuda"), 64, 300, torch.float32)
-    attention._gpu_compiler_fault.cache_clear()
+    kernels._gpu_compiler_fault.cache_clear()
 
 
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Make the CUDA device one whose blocks can have so many KiB of shared memory."""
-    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda *_: "")
+    monkeypatch.setattr(kernels, "_gpu_compiler_fault", lambda *_: "")
 
     def become(kib: int) -> None:
         card = SimpleNamespace(shared_memory_per_block=48 * 2**10)
@@ -195,11 +196,11 @@ def test_a_gpu_without_bf16_has_blocks_for_other_dtypes(monkeypatch: pytest.Monk
         wants.append(dtype)
         return False
 
-    monkeypatch.setattr(attention, "_gpu_compiler_fault", fault)
+    monkeypatch.setattr(kernels, "_gpu_compiler_fault", fault)
     cuda = torch.device("cuda")
     assert has_flex_kernel(cuda, 64, 300, torch.float16)
     assert not has_flex_kernel(cuda, 64, 300, torch.bfloat16)
-    monkeypatch.setattr(attention, "has_flex_kernel", kernel)
+    monkeypatch.setattr(masks, "has_flex_kernel", kernel)
     build()(rows())
     with torch.autocast("cpu", torch.bfloat16):
         build()(rows())
@@ -216,7 +217,7 @@ def test_other_documents_are_no_reason_to_compile_again():
         return graph.forward
 
     attend = torch.compile(
-        attention.document_attention, backend=counting, fullgraph=True, dynamic=False
+        kernels.document_attention, backend=counting, fullgraph=True, dynamic=False
     )
     q = torch.randn(2, 4, 300, 16)
     for borders in ([], [5], [128, 200], list(range(300))):

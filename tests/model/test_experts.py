@@ -3,7 +3,6 @@
 Shape letters: B rows, T positions, X routed experts, E model width.
 """
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import StaticCache
 
-from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.model.experts import MixtureOfExperts
-from minimind.model.layers import FeedForward
 from tests.model.references import build
 
 B, T, E, V = 3, 16, 48, 97
@@ -36,8 +33,8 @@ kinds = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS.keys())
 def layer(seed: int = 0, **changes: Any) -> MixtureOfExperts:
     """One mixture, its weights large enough that the gate decides and every expert matters."""
     torch.manual_seed(seed)
-    config = MiniMindConfig(dim=E, n_heads=6, use_moe=True, **changes)
-    mixture = MixtureOfExperts(config, partial(FeedForward, E, 40))
+    config = MiniMindConfig(dim=E, n_heads=6, intermediate_size=40, use_moe=True, **changes)
+    mixture = MixtureOfExperts(config)
     for weight in mixture.parameters():
         torch.nn.init.normal_(weight, std=0.15)
     return mixture

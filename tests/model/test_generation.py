@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache, cache_utils
 
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 from tests.model.references import CACHE, as_reference
 
 V, NEW, PAD = 97, 200, 3

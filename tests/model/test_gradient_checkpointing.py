@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
-from minimind.model.layers import Block
+from minimind.model.decoder import Block
 
 V, B, T, LAYERS = 97, 2, 24, 4
 
@@ -89,7 +88,7 @@ def test_of_each_block_its_input_alone_is_kept():
 
 def test_every_block_is_computed_twice_and_only_in_training(monkeypatch: pytest.MonkeyPatch):
     calls = []
-    monkeypatch.setattr("minimind.model.layers.apply_rotary", lambda x, _: calls.append(1) or x)
+    monkeypatch.setattr("minimind.model.decoder.apply_rotary", lambda x, _: calls.append(1) or x)
     model = build()
     for enabled, is_training, passes in ((0, 1, 1), (1, 1, 2), (1, 0, 1)):
         if enabled:

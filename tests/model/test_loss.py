@@ -9,13 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minimind.engine.loss_of_batch import ModelInputs, compute_loss
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import (
-    IGNORED,
-    MiniMindForCausalLM,
-    mean_with_nan_grads,
-    next_token_loss,
-)
+from minimind.model.loss import IGNORED, mean_with_nan_grads, next_token_loss
 
 B, T, V = 3, 7, 50
 

@@ -13,7 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from benchmarks.needle import FACTOR, LENGTH, extended, share_found, trained
 from minimind.config.flags import FLAGS
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.rotary import KINDS, LLAMA3, MAX_FACTOR, build_pos_cis, rotary_frequencies
+from minimind.model.rotary import KINDS, LLAMA3, build_pos_cis, rotary_frequencies
+from minimind.model.sizes import MAX_FACTOR
 
 
 def scaling(kind: str, factor: float = 4.0, length: int = 32) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minimind.model.rotary import apply_rotary, apply_rotary_traced, build_pos_cis, pos_cis_as_reals
+from minimind.model.decoder import apply_rotary
+from minimind.model.kernels import apply_rotary_real
+from minimind.model.rotary import build_pos_cis, pos_cis_as_reals
 
 D, LONGEST, THETA = 16, 512, 1e4
 
@@ -102,5 +104,5 @@ def test_traced_branch_in_reals_agrees_with_the_complex_one(pos_cis: Tensor, dty
     for at in (slice(12), torch.tensor([[*range(12)], [*range(5, 17)]])):
         reals = pos_cis_as_reals(pos_cis)[:, at]
         torch.testing.assert_close(
-            apply_rotary_traced(x_BTHD, reals), apply_rotary(x_BTHD, pos_cis[at]), rtol=0, atol=1e-6
+            apply_rotary_real(x_BTHD, reals), apply_rotary(x_BTHD, pos_cis[at]), rtol=0, atol=1e-6
         )

@@ -10,8 +10,8 @@ from transformers import StaticCache, Trainer, TrainingArguments
 from transformers.utils.generic import find_labels
 
 from minimind.engine.build import leave_process_group
-from minimind.model import decoder
-from minimind.model.decoder import MiniMindForCausalLM, MiniMindModel
+from minimind.model import causal_lm
+from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindModel
 from tests.model.references import build
 
 IDS = torch.randint(4, 97, (2, 9), generator=torch.manual_seed(6))
@@ -104,7 +104,7 @@ def test_keys_are_cached_where_the_configuration_or_the_caller_says_so():
     "name", ["labls", "attn_mask", "token_type_ids", "inputs_embed", "output_router_logits"]
 )
 def test_unknown_keywords_are_errors(name: str):
-    for kind in (MiniMindForCausalLM, decoder.MiniMindForSequenceClassification, MiniMindModel):
+    for kind in (MiniMindForCausalLM, causal_lm.MiniMindForSequenceClassification, MiniMindModel):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             kind(build().config)(IDS, **{name: IDS})
 
@@ -136,7 +136,7 @@ def test_logits_to_keep_is_a_number_or_indices(model: MiniMindForCausalLM):
 def test_heads_learn(kind: str):
     config = build().config
     config.num_labels = 3
-    model = getattr(decoder, f"MiniMindFor{kind}")(config).eval()
+    model = getattr(causal_lm, f"MiniMindFor{kind}")(config).eval()
     labels = torch.tensor([0, 2])
     labels = labels if kind == "SequenceClassification" else labels[:, None].repeat(1, 9)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -152,7 +152,7 @@ def test_heads_learn(kind: str):
 
 
 def test_span_head():
-    model = decoder.MiniMindForQuestionAnswering(build().config).eval()
+    model = causal_lm.MiniMindForQuestionAnswering(build().config).eval()
     at = torch.tensor([1, 3])
     out = model(IDS, start_positions=at, end_positions=at + 2)
     assert out.start_logits.shape == out.end_logits.shape == (2, 9)

@@ -34,10 +34,9 @@ from minimind.config.parse import parse_flags
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.flat_partitions import CHECKED
-from minimind.model import attention
-from minimind.model.activation_checkpointing import enable_checkpointing
+from minimind.model import kernels
+from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindModel, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM, MiniMindModel
 from minimind.runtime import hardware
 from minimind.runtime.device import CUDA, Copies
 from tools import engines
@@ -213,9 +212,9 @@ def test_documents_have_blocks_where_there_is_a_compiler(
         blocks.append(block_mask)
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
 
-    monkeypatch.setattr(attention, "_compiled", lambda: fused)
+    monkeypatch.setattr(kernels, "_compiled", lambda: fused)
     fault = "" if is_fused else "the package triton is not installed"
-    monkeypatch.setattr(attention, "_gpu_compiler_fault", lambda bf16: fault)
+    monkeypatch.setattr(kernels, "_gpu_compiler_fault", lambda bf16: fault)
     engine = built(doc_mask=True)
     device.forget()
     step(engine, 0)
@@ -242,9 +241,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, int], Non
     monkeypatch.setattr(hardware, "find_spec", lambda name: object())  # triton
     monkeypatch.setattr(hardware, "has_python_header", lambda: True)
     monkeypatch.setattr(hardware.shutil, "which", lambda name: name)
-    attention._gpu_compiler_fault.cache_clear()
+    kernels._gpu_compiler_fault.cache_clear()
     yield put
-    attention._gpu_compiler_fault.cache_clear()
+    kernels._gpu_compiler_fault.cache_clear()
 
 
 # Compute capability, KiB of shared memory, dtype; then whether the model is compiled and documents
@@ -286,9 +285,9 @@ def test_what_a_card_lacks_is_replaced_before_the_start(
     assert bool(eager_on_gpu(resolved.run, "cuda")) != compiles
     numbers = getattr(torch, dtype)
     for channels, has_blocks in ((64, compiles), (256, is_wide)):
-        found = attention.has_flex_kernel(GPU, channels, LENGTH, numbers)
+        found = kernels.has_flex_kernel(GPU, channels, LENGTH, numbers)
         assert found == has_blocks
-    assert attention.has_grouped_kernel(torch.empty(1, dtype=numbers, device=GPU)) == is_grouped
+    assert kernels.has_grouped_kernel(torch.empty(1, dtype=numbers, device=GPU)) == is_grouped
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from minimind.config.parse import parse_flags
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM
 from minimind.train import bigrams
 from tests.train.starts import read_initial
 

@@ -22,9 +22,10 @@ from minimind.errors import CheckpointError
 from minimind.inference.engine import generate_texts
 from minimind.inference.load_model import load_checkpoint
 from minimind.inference.text import Sampling
+from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import MiniMindForCausalLM, next_token_loss
 from minimind.model.experts import Routing
+from minimind.model.loss import next_token_loss
 from minimind.train import loop
 from tests.engine.test_backends import engine_of
 from tools.runs import events

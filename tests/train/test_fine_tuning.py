@@ -36,7 +36,8 @@ from minimind.inference.chat import Chat, template_of
 from minimind.inference.load_model import load_model
 from minimind.inference.text import Sampling
 from minimind.interop.gguf import CONTROL
-from minimind.model.decoder import MiniMindConfig, MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.serve.protocol import CompletionRequest, Settings
 from minimind.serve.reading import Reader
 from tests.cli.test_lm_eval import write_llama

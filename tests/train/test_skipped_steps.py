@@ -19,7 +19,7 @@ from minimind.data.rows.order import Order
 from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
 from minimind.engine.plain_backend import StepResult
 from minimind.errors import NumericError
-from minimind.model import decoder
+from minimind.model import loss as model_loss
 from minimind.train.failures import MAX_PENDING, MAX_ROWS, SkippedSteps
 from tests.conftest import PACE, SHAPE
 from tools.runs import events
@@ -187,13 +187,13 @@ def test_the_budget_is_of_all_steps_but_in_float16_of_those_in_a_row(
 def spoilt_losses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The loss of these forward passes, counted from 0, is infinite; its gradient is not."""
     calls, spoilt = iter(range(10**6)), []
-    true_loss = decoder.next_token_loss
+    true_loss = model_loss.next_token_loss
 
     def loss(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         value, count = true_loss(*given, **named)
         return (value + math.inf if next(calls) in spoilt else value), count
 
-    monkeypatch.setattr(decoder, "next_token_loss", loss)
+    monkeypatch.setattr(model_loss, "next_token_loss", loss)
     return spoilt
 
 

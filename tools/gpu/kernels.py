@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from minimind.model.attention import boolean_mask, document_block_mask, has_flex_kernel
-from minimind.model.layers import flash_attention, reference_attention
+from minimind.model.decoder import PlainAttention
+from minimind.model.kernels import document_block_mask, flash_attention, has_flex_kernel
+from minimind.model.masks import boolean_mask
 from tools.gpu.findings import Finding, check
 from tools.gpu.site import Site
 
@@ -86,7 +87,7 @@ def measure(kind: str, length: int, key_heads: int, device: torch.device) -> dic
     dense, visible = masks_of(kind, length, device)
     found = attended(flash_attention, parts, visible, of_out)
     wide = attended(
-        lambda *of: reference_attention(*of)[0], [part.float() for part in parts], dense, of_out
+        lambda *of: PlainAttention()(*of)[0], [part.float() for part in parts], dense, of_out
     )
     distances = [
         float((fused.float() - expected).norm() / expected.norm())
