@@ -140,22 +140,9 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
                 " give attn_implementation='eager' to from_pretrained, or call"
                 " set_attn_implementation('eager')."
             )
-        if cache is None:
-            cache = past_key_values
-        elif past_key_values is not None:
-            raise ValueError("cache and past_key_values are two names of one argument: give one.")
-        recomputes = self.training and any(block.gradient_checkpointing for block in self.layers)
-        if recomputes and cache is not None:
-            raise ValueError(
-                "a cache cannot be used while gradients are checkpointed: the backward pass would"
-                " fill it twice; call eval(), or leave it out."
-            )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not (self.training or self.config.doc_mask)
-        if use_cache and cache is None and not recomputes:
-            cache = DynamicCache(config=self.config)
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
         rows, length = given.shape[:2]
+        cache = self._cache_of(past_key_values, cache, use_cache)
         past, keys = (0, length) if cache is None else cache_sizes(cache, length)
         padding_BS = None if attention_mask is None or attention_mask.ndim == 4 else attention_mask
         if padding_BS is not None and not is_traced() and padding_BS.shape != (rows, past + length):
@@ -167,36 +154,55 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
         if starts_BT is None and self.config.doc_mask and cache is None and input_ids is not None:
             assert self.config.eos_token_id is not None
             starts_BT = eos_starts(input_ids, padding_BS, self.config.eos_token_id)
-        # Then positions are below past + length, and their maximum need not be read back.
-        is_bounded = position_ids is None and padding_BS is None
-        if position_ids is None:
+        is_bounded = position_ids is None and padding_BS is None  # below past + length
+        if position_ids is None and not (padding_BS is None and starts_BT is None):
             position_ids = document_positions(past, padding_BS, starts_BT)
-        if is_traced():  # for any length, so that there is nothing to check
-            if position_ids is None:
-                position_ids = torch.arange(length, device=given.device) + past
-            rotary = self.rotary_at(position_ids)
-        else:
-            end = (
-                past + length if is_bounded or position_ids is None else int(position_ids.max()) + 1
-            )
+        if position_ids is None and is_traced():
+            position_ids = torch.arange(length, device=given.device) + past
+        if not is_traced():  # a graph is for any length, so that there is nothing to check
+            end = past + length
+            if position_ids is not None and not is_bounded:
+                end = int(position_ids.max()) + 1  # read back from the device
             if end > len(self.pos_cis):
                 raise ValueError(
                     f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
                     " shorten the input or raise max_position_embeddings."
                 )
-            rotary = self.rotary_at(slice(past, end) if position_ids is None else position_ids)
+        at = slice(past, past + length) if position_ids is None else position_ids
+        rotary = self.rotary_at(at)
         if sequence is not None:
             given = sequence.part(given, 1)
             cis = None if rotary.cis is None else sequence.part(rotary.cis, -2)
             rotary = Rotary(cis, sequence.part(rotary.reals, -2))
         x_BTE = self.embed_tokens(given) if inputs_embeds is None else given
-        mask = make_attention_mask(
-            self.config, x_BTE, past, attention_mask, starts_BT, keys, length
-        )
+        mask = None  # causal
+        if not (attention_mask is None and starts_BT is None and cache is None):
+            mask = make_attention_mask(
+                self.config, x_BTE, past, attention_mask, starts_BT, keys, length
+            )
         out = MiniMindModelOutput(super().forward(x_BTE, rotary, mask, cache, sequence), cache)
         if self.config.use_moe and (routing := take_routing(self.layers)) is not None:
             out["aux_loss"], out["expert_load"] = routing
         return out
+
+    def _cache_of(
+        self, past_key_values: Cache | None, cache: Cache | None, use_cache: bool | None
+    ) -> Cache | None:
+        """The cache given by one of its names, or a new one where keys are cached."""
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache and past_key_values are two names of one argument: give one.")
+        cache = past_key_values if cache is None else cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not (self.training or self.config.doc_mask)
+        if cache is None and not use_cache:
+            return None
+        recomputes = self.training and any(block.gradient_checkpointing for block in self.layers)
+        if recomputes and cache is not None:
+            raise ValueError(
+                "a cache cannot be used while gradients are checkpointed: the backward pass would"
+                " fill it twice; call eval(), or leave it out."
+            )
+        return DynamicCache(config=self.config) if cache is None and not recomputes else cache
 
 
 class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
@@ -263,8 +269,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             cache=cache,
             **kwargs,
         )
-        shared = {name: out[name] for name in out if name != "last_hidden_state"}
-        x_BTE = out.last_hidden_state
+        shared = dict(out)
+        x_BTE = shared.pop("last_hidden_state")
         if loss_chunk_size is not None:
             assert shift_labels is not None
             own_BT = shift_labels if self.sequence is None else self.sequence.part(shift_labels, 1)

@@ -53,12 +53,12 @@ def chunked_loss(
     Chunks are recomputed in the backward pass, so logits are never held: this saves 2 V bytes
     or more per token for E V multiplications.
     """
+    if not positions:
+        return next_token_loss(head(x_BTE), targets_BT, by_row=by_row)
 
     def loss_of(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return next_token_loss(head(x), targets, by_row=by_row)
 
-    if not positions:
-        return loss_of(x_BTE, targets_BT)
     if by_row:  # so many positions of all rows together
         positions = max(1, positions // len(targets_BT))
         parts = zip(x_BTE.split(positions, 1), targets_BT.split(positions, 1), strict=True)
