@@ -13,7 +13,7 @@ seconds of the process are reported besides wall time, as they are less affected
 Memory is the peak of resident memory with imports and compilation: each compiles without a cache.
 All compute in bf16 unless --dtype is given: ours and the Trainer with bf16 weights and fp32 master
 weights, as in DeepSpeed, the plain loops with fp32 weights under autocast. With --against, every
-contender runs a second time, from another checkout of this repository.
+contender with our model runs a second time, from another checkout of this repository.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from minimind.config.parse import parse_flags
 
 WARM = 4  # steps before the first round: compilation, first use of memory
 BASE, BARE = "Llama, eager loop", "bare compiled loop"
+OTHERS = (BASE, "Llama, Trainer, ZeRO-2", "litgpt, eager loop")  # have nothing of this repository
 
 
 class Contender:
@@ -244,6 +245,8 @@ def main() -> None:
             place.mkdir()
             shutil.copy(given.text, place / "text.jsonl")
             for name in given.only:
+                if checkout and name in OTHERS:
+                    continue
                 options = {"environment": fresh_compile_cache(place, len(starts))}
                 options |= {"checkout": checkout}
                 what = (name, given.model, given.rows, place, ("--dtype", given.dtype))
