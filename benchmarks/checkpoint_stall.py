@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from benchmarks.record import arguments, preset, record
-from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.resume import resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
@@ -49,8 +48,8 @@ def build(model: str, run: RunConfig) -> Engine:
 
 def measure(engine: Engine, vocab: int, folder: Path, rounds: int) -> dict[str, list[float]]:
     """Milliseconds by what was timed, one number a round."""
-    facts = {"identity": {}, "world_size": 1, "zero_stage": None, "order": {}}
-    saver = Saver(engine, engine.another_group(600), folder / "checkpoints", Rules(2), facts, {})
+    manifest = {"identity": {}, "world_size": 1, "zero_stage": None, "order": {}, "tokens": 0}
+    saver = Saver(engine, engine.another_group(600), folder / "checkpoints", Rules(2), {})
     rows = torch.randint(0, vocab, (1, 65))
     clock = PhaseClock(engine.device)
     found: dict[str, list[float]] = {"torch.save": [], "stall": [], "until durable": []}
@@ -61,7 +60,7 @@ def measure(engine: Engine, vocab: int, folder: Path, rounds: int) -> dict[str, 
         path = folder / "plain.pt"
         found["torch.save"].append(milliseconds(lambda p=path, s=state: torch.save(s, p)))
         path.unlink()
-        found["stall"].append(milliseconds(lambda s=step: saver.begin(TrainState(s, 0))))
+        found["stall"].append(milliseconds(lambda s=step: saver.begin({**manifest, "step": s})))
         clock.begin()
         engine.step([rows], 1e-4, clock)  # training goes on while the files are written
         event = saver.poll(wait=True)

@@ -36,7 +36,7 @@ from minimind.config.parse import parse_flags
 from minimind.model.loss import next_token_loss
 
 if TYPE_CHECKING:
-    from minimind.checkpoint.directory import TrainState
+    from minimind.checkpoint.resume import TrainState
     from minimind.data.shards.token_shards import TokenShards
 
 CLIP = 1.0

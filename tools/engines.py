@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
-from minimind.checkpoint.directory import TrainState
 from minimind.checkpoint.resume import resume
 from minimind.checkpoint.retention import Rules
 from minimind.checkpoint.saver import Saver
@@ -172,9 +171,9 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
 
 def save(engine: Engine, root: Path, step: int) -> None:
     """A checkpoint of `step` under `root`."""
-    facts = {"identity": {}, "world_size": engine.world_size, "dtype": ""}
-    saver = Saver(engine, engine, root, Rules(9), facts, {}, in_background=False)
-    saver.begin(TrainState(step))
+    manifest = {"identity": {}, "world_size": engine.world_size, "dtype": ""}
+    saver = Saver(engine, engine, root, Rules(9), {}, in_background=False)
+    saver.begin({**manifest, "step": step, "tokens": 0})
     saver.poll(wait=True)
     saver.close()
 

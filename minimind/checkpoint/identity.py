@@ -110,20 +110,6 @@ def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
     }
 
 
-def facts(run: RunConfig, identity: dict[str, Any], order: Order, engine: Engine) -> dict[str, Any]:
-    """Fields of the manifest that describe the run."""
-    return {
-        "identity": identity,
-        **layout(run, engine),
-        "dtype": run.dtype,
-        "rows": order.n_rows,
-        "mixture": order.mixture_json(),
-        "configuration": masked_values(engine.resolved.config),
-        "sources": engine.resolved.sources,
-        "versions": versions(),
-    }
-
-
 def versions() -> dict[str, str]:
     """Versions of Python, this package and the libraries that affect numerics."""
     return {"python": platform.python_version(), "minimind": __version__, **_library_versions()}

@@ -16,7 +16,7 @@ from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, readable
 from minimind.checkpoint.validation import read_state
 from minimind.engine.state import AVERAGE, MASTER, MOMENTUM
 from minimind.errors import CheckpointError
-from minimind.runtime.checked_json import ELSEWHERE, require_listed
+from minimind.runtime.checked_json import require_listed
 
 LAYOUT = (
     "world_size",
@@ -27,18 +27,6 @@ LAYOUT = (
     "micro_batch_rows",
     "accumulation_steps",
 )
-WITHOUT_STEP = (MOMENTUM, AVERAGE)  # SGD and Muon count no updates
-
-
-def require_optimizer_step(shards: ShardFiles, step: int, state: dict[str, Any]) -> None:
-    """Raise CheckpointError if an optimizer that counts updates has counted none."""
-    counting = {*shards.kinds} - {MASTER, *WITHOUT_STEP}
-    updates = state["optimizer_step"]
-    if counting and step > state["counters"]["skipped_steps"] and not updates:
-        raise CheckpointError(
-            f"{shards.directory}/state.json: has optimizer_step = {updates} at step {step}, though"
-            f" {min(counting)} is there; {ELSEWHERE}"
-        )
 
 
 class Contents:
@@ -59,7 +47,7 @@ class Contents:
         self.shards = ShardFiles(directory, self.manifest["world_size"])
         self.shards.require_whole(self.shapes)
         self._require_all_kinds()
-        require_optimizer_step(self.shards, self.manifest["step"], self.state)
+        self.shards.require_optimizer_step(self.manifest["step"], self.state)
 
     def _require_all_kinds(self) -> None:
         """Raise CheckpointError if a parameter lacks a moment or the average that others have.

@@ -1,18 +1,22 @@
-"""Select the checkpoint to resume from and load it into the engine (collective)."""
+"""Select the checkpoint to resume from and load it into the engine (collective).
+
+Values of the manifest that a run goes on from are read here, but `spikes` (recovery/spikes.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from minimind.checkpoint.directory import (
+    AllDamaged,
     Difference,
     Rejected,
-    TrainState,
     first_damage,
     leftovers,
     newest_valid,
@@ -25,21 +29,34 @@ from minimind.checkpoint.directory import (
     sweep,
     verify,
 )
-from minimind.checkpoint.reader import require_optimizer_step
-from minimind.checkpoint.saver import shapes
 from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, Slices, read_buffers
-from minimind.checkpoint.validation import read_state
-from minimind.engine.build import Engine
+from minimind.checkpoint.validation import read_state, validate_data_order
+from minimind.data.rows.order import Order, Origin
+from minimind.engine.engine import Engine
 from minimind.engine.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import CheckpointError
+from minimind.report.formats import skipped
+from minimind.report.run_logger import RunLogger
 from minimind.runtime import disk
-from minimind.runtime.checked_json import require_listed
+from minimind.runtime.checked_json import ELSEWHERE, require_listed
 from minimind.runtime.collectives import Ranks, lost_peers, on_rank_0, run_on_all_ranks
 from minimind.runtime.durable_files import sync_directory
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.terminal import phase
 
 Manifests = Mapping[Path, dict[str, Any] | CheckpointError]  # by checkpoint, the newest first
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Optimizer steps, and target tokens over all ranks."""
+
+    step: int = 0
+    tokens: int = 0
+
+    def after(self, tokens_per_step: int) -> TrainState:
+        """Return the state after one more step."""
+        return TrainState(self.step + 1, self.tokens + tokens_per_step)
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,11 @@ class Resumed:
     rejected: list[Rejected] = field(default_factory=list)
     manifest: dict[str, Any] = field(default_factory=dict)
     changed: list[Difference] = field(default_factory=list)
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows of the last validation with --eval_rows auto; else 0."""
+        return self.manifest.get("eval_rows", 0)
 
 
 @phase("reading a checkpoint")
@@ -88,6 +110,23 @@ def resume(
     on_rank_0(ranks, lambda: _set_aside_others(root, path, {bad.path for bad in rejected}))
     state = TrainState(manifest["step"], manifest["tokens"])
     return Resumed(state, path, rejected, manifest, changed)
+
+
+def log_rejected(logger: RunLogger, rejected: Sequence[Rejected]) -> None:
+    """Log the checkpoints that could not be used."""
+    for bad in rejected:
+        logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
+        logger.print(skipped(bad.path, bad.file, bad.reason))
+
+
+@contextmanager
+def damage_logged(logger: RunLogger) -> Iterator[None]:
+    """Log the checkpoints of AllDamaged; of another end of the block the caller logs them."""
+    try:
+        yield
+    except AllDamaged as error:
+        log_rejected(logger, error.rejected)
+        raise
 
 
 def _candidates(root: Path, requested: str) -> list[Path]:
@@ -172,7 +211,7 @@ def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
 def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:
     saved = on_rank_0(ranks, lambda: read_state(path, manifest))
     state = engine.state()
-    if wrong := shape_mismatches(saved["parameters"], shapes(engine.model, state)):
+    if wrong := shape_mismatches(saved["parameters"], state.shapes(engine.model)):
         raise CheckpointError(
             f"{path}: does not fit this model ({'; '.join(wrong[:3])}); give the shape flags of"
             " the run that saved it",
@@ -182,7 +221,7 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
     def whole() -> Slices:
         shards = ShardFiles(path, manifest["world_size"])
         shards.require_whole(saved["parameters"])
-        require_optimizer_step(shards, manifest["step"], saved)
+        shards.require_optimizer_step(manifest["step"], saved)
         return shards.slices
 
     slices = on_rank_0(ranks, whole)  # the others open no file that they do not read
@@ -229,3 +268,38 @@ def shape_mismatches(saved: dict[str, list[int]], now: dict[str, list[int]]) -> 
     """`name: saved -> own` for parameters whose shapes differ or that one side lacks."""
     names = sorted({*saved, *now})
     return [f"{n}: {saved.get(n)} -> {now.get(n)}" for n in names if saved.get(n) != now.get(n)]
+
+
+def resume_order(order: Order, resumed: Resumed) -> Order:
+    """Return the checkpoint's row order, or a new one from its step if batch or data changed."""
+    saved, manifest = resumed.manifest["identity"], resumed.manifest
+    if order.stages_json():  # a function of the step alone, whatever was read before
+        return order
+    if "stages" in saved["data"]:
+        step = resumed.state.step
+        return replace(order, origin=Origin(step, step * order.rows_per_step))
+    validate_data_order(resumed.manifest)
+    rows_per_step, seed = saved["batch"]["rows_per_step"], saved["seed"]["seed"]
+    start, mixture = manifest["order"], manifest["mixture"]
+    try:
+        before = Order.from_json(manifest["rows"], rows_per_step, seed, start, mixture)
+    except ValueError as error:
+        raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error
+    changed = {(one.group, one.name) for one in resumed.changed}
+    goes_on = {("batch", "rows_per_step"), ("data", "rows_left_out")}
+    is_same_text = not any(
+        one not in goes_on and (one[0] in ("data", "tokenizer", "seed") or one[1] == "max_seq_len")
+        for one in changed
+    )
+    if is_same_text and (before.n_rows, before.mixture_json()) != (
+        order.n_rows,
+        order.mixture_json(),
+    ):
+        raise CheckpointError(
+            f"manifest.json: has {before.n_rows:,} rows, and the same text makes {order.n_rows:,};"
+            f" {ELSEWHERE}"
+        )
+    if is_same_text and not changed & goes_on:
+        return before
+    origin = before.origin_at(resumed.state.step, is_same_text, order.left_out)
+    return replace(order, origin=origin)

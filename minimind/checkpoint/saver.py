@@ -7,7 +7,6 @@ import math
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from minimind.checkpoint.directory import (
-    TrainState,
     describe_file,
     publish,
     published_checkpoints,
@@ -28,13 +26,15 @@ from minimind.checkpoint.directory import (
 from minimind.checkpoint.retention import Rules, prune, record_validation, saved_of
 from minimind.checkpoint.tensor_files import BUFFERS, Staging, write_slices, write_tensors
 from minimind.checkpoint.validation import shard_name
-from minimind.engine.build import Engine
+from minimind.data.prepare.prepared import Prepared
+from minimind.engine.engine import Engine
 from minimind.engine.state import AVERAGE, MASTER, ZeroState
 from minimind.errors import RunError, StorageError
 from minimind.runtime import disk
 from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
 from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import free_bytes, mebibytes, storing, write_durably
+from minimind.runtime.urls import masked_values
 
 REMEDY = "correct the path of --out_dir; earlier checkpoints are untouched"
 
@@ -43,11 +43,10 @@ REMEDY = "correct the path of --out_dir; earlier checkpoints are untouched"
 class Snapshot:
     """What a save writes; `slices` are copies if the save runs in the background."""
 
-    state: TrainState
+    manifest: dict[str, Any]  # without format and files
     slices: list[tuple[str, Tensor]]
     buffers: dict[str, Tensor]
-    about: dict[str, Any]
-    facts: Mapping[str, Any]
+    about: dict[str, Any]  # state.json
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class Saver:
         ranks: Ranks,
         root: Path,
         rules: Rules,
-        facts: dict[str, Any],
         texts: dict[str, bytes],
         in_background: bool = True,
         minutes: float = 0.0,
@@ -83,7 +81,6 @@ class Saver:
         self.good: int | None = None  # the last step at which a check for corruption passed
         self.had_rules = False  # whether they are those of the start before
         self.has_saved = False
-        self.facts = facts  # facts of the manifest
         self.texts = texts  # small files kept beside the tensors, by name
         self.in_background = in_background
         self._run_id = engine.from_rank_0(secrets.token_hex(4))
@@ -141,10 +138,10 @@ class Saver:
 
         return on_rank_0(self.engine, look)
 
-    def begin(self, state: TrainState, facts: Mapping[str, Any] | None = None) -> None:
-        """Start saving `state` (collective); the previous save must have been polled.
+    def begin(self, manifest: dict[str, Any]) -> None:
+        """Start saving (collective); the previous save must have been polled.
 
-        `facts` are fields of the manifest that differ between checkpoints.
+        `manifest` has all of its fields but format and files.
         """
         assert self._saving is None
         started = time.perf_counter()
@@ -153,7 +150,7 @@ class Saver:
         engine = self.engine
         held = engine.state()
         about = {
-            "parameters": shapes(engine.model, held),
+            "parameters": held.shapes(engine.model),
             "optimizer_step": held.optimizer_step(),
             "counters": engine.backend.counters(),
         }
@@ -161,7 +158,7 @@ class Saver:
         slices = list(held.slices(engine.rank, engine.world_size))
         if self._staging:  # last: what the host reads after it waits for the copies too
             slices = self._staging.copy(slices)
-        snapshot = Snapshot(state, slices, buffers, about, facts or {})
+        snapshot = Snapshot(manifest, slices, buffers, about)
         future = self._thread.submit(self._save, snapshot, started)
         self._saving = Saving(future, (time.perf_counter() - started) * 1e3)
 
@@ -239,23 +236,22 @@ class Saver:
 
     def _save(self, snapshot: Snapshot, started: float) -> dict[str, Any]:
         """Write and publish; return the event or raise the same error on every rank."""
-        state, is_first = snapshot.state, self.ranks.rank == 0
-        final = step_directory(self.root, state.step)
+        step, is_first = snapshot.manifest["step"], self.ranks.rank == 0
+        final = step_directory(self.root, step)
         tmp = final.with_name(f"{final.name}.tmp-{self._run_id}")
-        facts = {**self.facts, **snapshot.facts, "step": state.step, "tokens": state.tokens}
         self.ranks.from_rank_0(None)  # it has finished pruning, as the free-space check assumes
         try:
             size = run_on_all_ranks(
                 self.ranks,
                 lambda: self._write_own_files(tmp, snapshot),
-                lambda parts: self._publish(tmp, final, facts, [*chain(*parts)]),
+                lambda parts: self._publish(tmp, final, snapshot.manifest, [*chain(*parts)]),
             )
         except RunError:
             if is_first:
                 shutil.rmtree(tmp, ignore_errors=True)  # the next start deletes what remains
             raise
         return {
-            "step": state.step,
+            "step": step,
             "path": str(final),
             "bytes": size,
             "seconds": time.perf_counter() - started,
@@ -278,21 +274,23 @@ class Saver:
         return written
 
     def _publish(
-        self, tmp: Path, final: Path, facts: dict[str, Any], entries: list[dict[str, Any]]
+        self, tmp: Path, final: Path, manifest: dict[str, Any], entries: list[dict[str, Any]]
     ) -> int:
         """Publish the checkpoint of these files; return their bytes."""
         with storing(str(final), REMEDY, needed=self.bytes):
-            write_manifest(tmp, facts, entries)
+            write_manifest(tmp, manifest, entries)
             publish(tmp, final)
         return sum(entry["bytes"] for entry in entries)
 
 
-def shapes(model: torch.nn.Module, state: ZeroState) -> dict[str, list[int]]:
-    """Full shapes of all parameters, also at stage 3 and under tensor parallelism."""
-    local = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
-    if state.split is None:
-        return local
-    return {name: state.split.whole_shape(name, shape) for name, shape in local.items()}
+def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
+    """Small files beside the tensors: enough to generate text from a checkpoint alone."""
+    config, model = engine.resolved.config, json.loads(engine.model.config.to_json_string())
+    return {
+        "ds_config.resolved.json": json.dumps(masked_values(config), indent=2).encode(),
+        "config.json": json.dumps(masked_values(model), indent=2, sort_keys=True).encode() + b"\n",
+        **prepared.tokenizer.files(),
+    }
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minimind.checkpoint.validation import shard_name
+from minimind.engine.state import AVERAGE, MASTER, MOMENTUM
 from minimind.errors import CheckpointError, NumericError, which_memory
 from minimind.runtime.checked_json import ELSEWHERE
 from minimind.runtime.device import Moment, device_kind, milliseconds
@@ -34,6 +35,7 @@ from minimind.runtime.panics import Panic, panics_caught
 BUFFERS = "buffers.safetensors"
 PIECE = 4 * 2**20
 NOT_MAPPED = ("unable to open file", "unable to mmap")  # messages of torch's RuntimeError
+WITHOUT_STEP = (MOMENTUM, AVERAGE)  # SGD and Muon count no updates
 KEY = re.compile(r"([a-z0-9_]{1,40})\|([^|]{1,400})\|(0|[1-9][0-9]{0,15})")
 
 
@@ -226,6 +228,16 @@ class ShardFiles:
                 raise CheckpointError(
                     f"{self.directory}: no shard has fp32 of {parameter!r}; {ELSEWHERE}"
                 )
+
+    def require_optimizer_step(self, step: int, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if an optimizer that counts updates has counted none."""
+        counting = {*self.kinds} - {MASTER, *WITHOUT_STEP}
+        updates = state["optimizer_step"]
+        if counting and step > state["counters"]["skipped_steps"] and not updates:
+            raise CheckpointError(
+                f"{self.directory}/state.json: has optimizer_step = {updates} at step {step},"
+                f" though {min(counting)} is there; {ELSEWHERE}"
+            )
 
     def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
         """Read elements start..start + length, float32; raise CheckpointError if one is missing."""

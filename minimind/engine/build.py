@@ -30,8 +30,8 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import tracker_refusal
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
 from minimind.config.optimizers import ADAM_TYPES
+from minimind.engine.compile import compile_model
 from minimind.engine.engine import Engine
-from minimind.engine.loss_of_batch import compile_model
 from minimind.engine.optimizers import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
 from minimind.errors import RendezvousError, StorageError, UsageError

@@ -1,10 +1,17 @@
-"""The engine: one optimizer step over all ranks, on any backend."""
+"""The engine: one optimizer step over all ranks, on any backend.
+
+Rows are (B, T + 1) token ids; the model reads all but the last and predicts all but the first. A
+token t of a row that is no target is stored as ~t, which is negative: in fine-tuning, where
+~(t + START) also starts a conversation, and in rows of `PADDING`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,27 +19,75 @@ import torch.distributed as dist
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.run_config import ParallelLayout
+from minimind.data.shards.conversation_shards import START
 from minimind.engine.clocks import CommunicationClock, PhaseClock
-from minimind.engine.loss_of_batch import (
-    CompileClock,
-    ModelInputs,
-    compute_loss,
-    eval_chunk_positions,
-    loss_chunk_positions,
-    mean_routing,
-    uncompiled,
-)
+from minimind.engine.compile import CompileClock, uncompiled
 from minimind.engine.optimizers import WeightAverage
-from minimind.engine.plain_backend import PlainBackend, StepResult
+from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import ZeroState
+from minimind.model.loss import IGNORED, mean_with_nan_grads
 from minimind.model.sequence import SequenceGroup
+from minimind.model.sizes import LOSS_CHUNK
 from minimind.runtime.collectives import Ranks, collective_backend, lost_peers
-from minimind.runtime.device import device_kind
+from minimind.runtime.device import HOST, device_kind, widened
 
 if TYPE_CHECKING:
     from minimind.engine.deepspeed_backend import DeepSpeedBackend
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
+PADDING = ~0  # a token that is no target
+
+
+def token_ids(rows: torch.Tensor) -> torch.Tensor:
+    """Return the ids of tokens; non-targets are stored negative."""
+    return torch.where(rows >= 0, rows, ~rows % START)
+
+
+def text_inputs(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arguments of the model for rows (B, T + 1) of text, whose tokens are all targets."""
+    return {"input_ids": rows[:, :-1], "shift_labels": rows[:, 1:]}
+
+
+def marked_inputs(rows: torch.Tensor, has_starts: bool) -> dict[str, torch.Tensor]:
+    """The same for rows with negative tokens; `has_starts`: documents are conversations."""
+    targets = torch.where(rows >= 0, rows, IGNORED)
+    inputs = {"input_ids": token_ids(rows)[:, :-1], "shift_labels": targets[:, 1:]}
+    return inputs | ({"document_starts": ~rows[:, :-1] >= START} if has_starts else {})
+
+
+def mean_loss(out: Any, targets: torch.Tensor | None = None) -> torch.Tensor:
+    """The loss of the backward pass: nats per token plus the balance loss of experts.
+
+    The summed cross-entropy is divided by `targets`, a positive scalar; None: those of the
+    micro-batch. Both parts are then means over rows of equal length, so their mean over
+    micro-batches and ranks is the mean over the rows of a step, however it is split.
+    """
+    count = out.targets if targets is None else targets
+    mean = mean_with_nan_grads(out.loss_sum, count, also=out.aux_loss)
+    return mean if out.aux_loss is None else mean + out.aux_loss
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step on this rank; tensors stay on the device."""
+
+    loss_sums: tuple[torch.Tensor, ...]  # sums of each micro-batch
+    targets: tuple[torch.Tensor, ...]
+    grad_norm: float | torch.Tensor | None
+    lr: float  # the learning rate of this step
+    skipped_so_far: int | torch.Tensor  # since step 0, for a gradient that is not finite
+    is_skipped: bool | torch.Tensor  # this step, on every rank
+    aux_loss: torch.Tensor | None = None  # of experts, mean over this rank's micro-batches
+    expert_load: torch.Tensor | None = None  # (L, X), likewise
+
+    @property
+    def loss_sum(self) -> torch.Tensor:
+        """Sum over micro-batches, in float64 where the device has it."""
+        return reduce(torch.add, map(widened, self.loss_sums))
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return reduce(torch.add, self.targets)
 
 
 class Engine(Ranks):
@@ -58,8 +113,11 @@ class Engine(Ranks):
         if self.sequence:
             self.model.sequence = self.sequence
         self.counts_targets = resolved.run.task == "sft"  # rows have tokens that are no targets
-        self.loss_chunk_size = loss_chunk_positions(resolved.run)
-        self.eval_chunk_size = eval_chunk_positions(resolved.run, device)
+        # Number of positions whose logits are computed at a time; 0: all.
+        self.loss_chunk_size = LOSS_CHUNK if resolved.run.loss == "chunked" else 0
+        # Validation is not compiled: on a GPU our models always compute parts.
+        in_parts = self.kind is not HOST and resolved.run.hugging_face is None
+        self.eval_chunk_size = LOSS_CHUNK if in_parts else self.loss_chunk_size
         self.compiling = CompileClock(resolved.run)
         compiles = resolved.run.compile == "on" and self.world_size > 1
         self._compilation = self.another_group(COMPILE_TIMEOUT) if compiles else None
@@ -126,7 +184,7 @@ class Engine(Ranks):
         """
         backend = self.backend
         actual_lr, skipped_before = backend.begin(lr), backend.skipped_steps
-        norm, routings, sums, counts = None, [], [], []
+        norm, sums, counts, aux_losses, loads = None, [], [], [], []
         with lost_peers():
             divisor = self._mean_targets(micro_batches) if self.counts_targets else None
             for number, rows in enumerate(micro_batches, 1):
@@ -134,18 +192,21 @@ class Engine(Ranks):
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=self.kind.pins)
                     clock.mark("data")
-                    loss = compute_loss(backend.forward, self.inputs_of(rows), self.loss_chunk_size)
+                    inputs = self.inputs_of(rows)
+                    out = backend.forward(**inputs, loss_chunk_size=self.loss_chunk_size)
                     self._wait_for_compilation()
                     clock.mark("forward")
-                    backend.backward(loss.total if divisor is None else loss.divided_by(divisor))
+                    backend.backward(mean_loss(out, divisor))
                     clock.mark("backward")
                 norm = backend.update(is_last, norm_limit)
                 if is_last and self.average:
                     self.average.update(self.seeded_step)
                 clock.mark("optimizer", is_last)
-                routings.append(loss.routing)
-                sums.append(loss.loss_sum.detach())
-                counts.append(loss.tokens)
+                sums.append(out.loss_sum.detach())
+                counts.append(out.targets)
+                if out.aux_loss is not None:
+                    aux_losses.append(out.aux_loss.detach())
+                    loads.append(out.expert_load)
         skipped = backend.skipped_steps
         return StepResult(
             tuple(sums),
@@ -154,7 +215,8 @@ class Engine(Ranks):
             actual_lr,
             skipped,
             skipped > skipped_before,
-            mean_routing(routings),
+            torch.stack(aux_losses).mean() if aux_losses else None,
+            torch.stack(loads).mean(0) if loads else None,
         )
 
     def _mean_targets(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -182,11 +244,9 @@ class Engine(Ranks):
             self._compilation.barrier()
             self._compilation = None
 
-    def inputs_of(self, rows: torch.Tensor) -> ModelInputs:
-        """What the model reads of rows (B, T + 1) on its device."""
-        if self.counts_targets:
-            return ModelInputs.of_marked(rows, has_starts=True)
-        return ModelInputs.of_text(rows)
+    def inputs_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Arguments of the model for rows (B, T + 1) on its device."""
+        return marked_inputs(rows, has_starts=True) if self.counts_targets else text_inputs(rows)
 
     @torch.no_grad()
     def loss_of(
@@ -200,14 +260,16 @@ class Engine(Ranks):
         if self.kind.pins and rows.is_cpu:  # from other memory a copy waits for what is queued
             rows = rows.pin_memory()
         rows = rows.to(self.device, non_blocking=self.kind.pins)
-        inputs = ModelInputs.of_marked(rows, has_starts=self.counts_targets)
+        inputs = marked_inputs(rows, has_starts=self.counts_targets)
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
-            loss = compute_loss(self.backend.forward, inputs, self.eval_chunk_size, by_row)
+            out = self.backend.forward(
+                **inputs, loss_chunk_size=self.eval_chunk_size, loss_by_row=by_row
+            )
             if self.sequence:
-                for local in (loss.loss_sum, loss.tokens):
+                for local in (out.loss_sum, out.targets):
                     dist.all_reduce(local, group=self.sequence.group)
-        return loss.loss_sum, loss.tokens
+        return out.loss_sum, out.targets
 
 
 def sequence_group(parallel: ParallelLayout, rank: int, timeout: timedelta) -> SequenceGroup | None:

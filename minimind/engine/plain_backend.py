@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,31 +21,8 @@ from minimind.engine.clocks import CommunicationClock
 from minimind.engine.master_weights import Groups, MasterWeights
 from minimind.engine.optimizers import MuonWithAdamW, optimizer_of
 from minimind.engine.state import ZeroState
-from minimind.model.experts import Routing
 from minimind.runtime.collectives import lost_peers
-from minimind.runtime.device import device_kind, widened
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one optimizer step on this rank; tensors stay on the device."""
-
-    loss_sums: tuple[torch.Tensor, ...]  # sums of each micro-batch
-    targets: tuple[torch.Tensor, ...]
-    grad_norm: float | torch.Tensor | None
-    lr: float  # the learning rate of this step
-    skipped_so_far: int | torch.Tensor  # since step 0, for a gradient that is not finite
-    is_skipped: bool | torch.Tensor  # this step, on every rank
-    routing: Routing | None = None  # mean over this rank's micro-batches
-
-    @property
-    def loss_sum(self) -> torch.Tensor:
-        """Sum over micro-batches, in float64 where the device has it."""
-        return reduce(torch.add, map(widened, self.loss_sums))
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        return reduce(torch.add, self.targets)
+from minimind.runtime.device import device_kind
 
 
 class PlainBackend:

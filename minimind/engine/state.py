@@ -195,6 +195,13 @@ class ZeroState:
     averages: Mapping[int, Tensor] = field(default_factory=dict)  # average by id of the owner
     split: TensorSplit | None = None  # how tensor-parallel ranks split the weights
 
+    def shapes(self, model: nn.Module) -> dict[str, list[int]]:
+        """Full shapes of all parameters, also at stage 3 and under tensor parallelism."""
+        local = {n: list(getattr(p, "ds_shape", p.shape)) for n, p in model.named_parameters()}
+        if self.split is None:
+            return local
+        return {name: self.split.whole_shape(name, shape) for name, shape in local.items()}
+
     def slices(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
         """Yield `kind|parameter|start` and 1-D fp32 values for all that this rank saves.
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Windows
 from minimind.data.shards.conversation_shards import ConversationRows, ConversationShards
-from minimind.engine.loss_of_batch import PADDING, ModelInputs
+from minimind.engine.engine import PADDING, marked_inputs
 from minimind.errors import DataError
 from minimind.model.loss import IGNORED
 from minimind.runtime.device import widened
@@ -234,13 +234,13 @@ def row_losses(
     model: Any, rows: torch.Tensor, has_starts: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss summed over each of the marked rows (B,), float64 where the device has it; targets."""
-    inputs = ModelInputs.of_marked(rows, has_starts)
-    starts = {} if inputs.starts is None else {"document_starts": inputs.starts}
-    logits = model(input_ids=inputs.ids, use_cache=False, **starts).logits.float()
+    inputs = marked_inputs(rows, has_starts)
+    targets = inputs.pop("shift_labels")
+    logits = model(**inputs, use_cache=False).logits.float()
     losses = F.cross_entropy(
-        logits.transpose(1, 2), inputs.targets, ignore_index=IGNORED, reduction="none"
+        logits.transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
     )
-    return widened(losses).sum(1), inputs.targets
+    return widened(losses).sum(1), targets
 
 
 def _row_sums(

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from minimind.checkpoint.directory import is_due, published_checkpoints, set_aside, step_of
+from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of
 from minimind.checkpoint.identity import hardware
 from minimind.config.run_config import RunConfig
 from minimind.data.rows.batches import Batches
-from minimind.engine.engine import Engine
-from minimind.engine.loss_of_batch import MicroBatchLoss, compute_loss, uncompiled
+from minimind.engine.compile import uncompiled
+from minimind.engine.engine import Engine, mean_loss
 from minimind.errors import CorruptionError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import on_rank_0
@@ -112,8 +112,7 @@ def replay(engine: Engine, rows: Tensor, data_rank: int, is_whole: bool) -> Repl
     if is_sharded(engine):
         loss_sum, targets = engine.loss_of(rows)
     else:
-        loss, record = _loss_and_gradients(engine, rows, is_whole)
-        loss_sum, targets = loss.loss_sum.detach(), loss.tokens
+        loss_sum, targets, record = _loss_and_gradients(engine, rows, is_whole)
         norms, sums = record.norms, [*sums, *record.sums]
     sums.append(sum_of_bits(loss_sum))
     mean = widened(loss_sum) / targets.clamp(min=1)
@@ -123,7 +122,7 @@ def replay(engine: Engine, rows: Tensor, data_rank: int, is_whole: bool) -> Repl
 
 def _loss_and_gradients(
     engine: Engine, rows: Tensor, is_whole: bool
-) -> tuple[MicroBatchLoss, GradientRecord]:
+) -> tuple[Tensor, Tensor, GradientRecord]:
     model: Any = engine.model
     if not model.training:
         engine.backend.forward.train()
@@ -132,13 +131,13 @@ def _loss_and_gradients(
     scale = FP16_SCALE if engine.resolved.run.dtype == "float16" else 1.0
     try:
         with nullcontext() if is_whole else uncompiled(model):
-            loss = compute_loss(model, engine.inputs_of(rows), engine.loss_chunk_size)
-            total = loss.divided_by(loss.tokens.clamp(min=1)) * scale
+            out = model(**engine.inputs_of(rows), loss_chunk_size=engine.loss_chunk_size)
+            total = mean_loss(out, out.targets.clamp(min=1)) * scale
             # Not backward(), whose hooks reduce gradients.
             torch.autograd.grad(total, weights, allow_unused=True)
     finally:
         record.close()
-    return loss, record
+    return out.loss_sum.detach(), out.targets, record
 
 
 def replicated_checksums(engine: Engine) -> dict[str, int]:
@@ -400,10 +399,6 @@ class CorruptionCheck:
     def good(self) -> int:
         """The last step known to be good, or at which the run started."""
         return self.first if self.last_passed is None else self.last_passed
-
-    def is_due(self, step: int, last: int) -> bool:
-        """Whether to check after a step; the last one of a run is always checked."""
-        return is_due(step, self.run.verify_interval, last)
 
     def go_back(self, first: int) -> None:
         """Go on from an earlier step: checks after it no longer count."""

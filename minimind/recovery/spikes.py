@@ -19,8 +19,7 @@ from minimind.checkpoint.resume import Resumed
 from minimind.config.run_config import PATIENCE, RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Batches
-from minimind.engine.build import Engine
-from minimind.engine.plain_backend import StepResult
+from minimind.engine.engine import Engine, StepResult
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.checked_json import ClosedJson, Count, Real, validate
 from minimind.runtime.device import device_kind, widened
@@ -251,9 +250,9 @@ class SpikeGuard:
         self.held = HeldStep(step, result, norm_limit)
 
     def state(self) -> dict[str, Any]:
-        """Fields of a checkpoint's manifest (collective)."""
+        """A `SpikeState` for a checkpoint (collective)."""
         seen = self.held and self._seen(self.engine.sum_over_ranks(self.own_sums()))
-        return {"spikes": self.detector.state(seen)}
+        return self.detector.state(seen)
 
     def _seen(self, sums: Sequence[float]) -> Observed:
         held = self.held

@@ -31,14 +31,14 @@ class Trace:
     def is_recording(self) -> bool:
         return self._profiler is not None
 
-    def is_due(self, step: int, is_over: bool = False) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether to start or to write a recording after `step` steps; equal on every rank.
 
-        A run resumed within the range records the rest; one that ends early writes what it has.
+        A run resumed within the range records the rest.
         """
         if self.is_recording:
-            return is_over or step >= self._last
-        return not is_over and self._first - 1 <= step < self._last
+            return step >= self._last
+        return self._first - 1 <= step < self._last
 
     def begin(self, step: int) -> None:
         self._start = step + 1

@@ -23,7 +23,7 @@ from minimind.config.deepspeed.rules import unread_flag_faults
 from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
-from minimind.engine.loss_of_batch import ModelInputs, compute_loss
+from minimind.engine.engine import mean_loss, text_inputs
 from minimind.engine.optimizers import run_groups, scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError, fault_error
@@ -163,8 +163,7 @@ def _measure_one(run: RunConfig, steps: int, seed: int) -> dict[str, float]:
     before = activations(model, rows[:, :-1])
     for _ in range(steps):
         backend.begin(run.learning_rate)
-        loss = compute_loss(model, ModelInputs.of_text(rows))
-        backend.backward(loss.total)
+        backend.backward(mean_loss(model(**text_inputs(rows), loss_chunk_size=0)))
         backend.update(is_last=True)
     after = activations(model, rows[:, :-1])
     changes = {kind: (after[kind] - before[kind]).flatten(1) for kind in after}

@@ -24,7 +24,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import build_config
 from minimind.config.rules import with_dtype
 from minimind.config.run_config import RunConfig
-from minimind.engine.loss_of_batch import ModelInputs, compute_loss
+from minimind.engine.engine import mean_loss, text_inputs
 from minimind.engine.optimizers import run_groups
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import UsageError
@@ -48,8 +48,7 @@ def step_seconds(run: RunConfig, device: str) -> float:
     while len(taken) < 2 or (sum(taken[1:]) < SECONDS and len(taken) <= MOST_STEPS):
         begin = time.perf_counter()
         with backend.micro_batch(is_last=True):
-            loss = compute_loss(model, ModelInputs.of_text(rows))
-            backend.backward(loss.total)
+            backend.backward(mean_loss(model(**text_inputs(rows), loss_chunk_size=0)))
         backend.update(is_last=True)
         kind.synchronize()
         taken.append(time.perf_counter() - begin)

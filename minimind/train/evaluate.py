@@ -18,8 +18,8 @@ from minimind.data.rows.batches import held_out_rows
 from minimind.data.rows.order import Order
 from minimind.data.shards.token_shards import TokenShards
 from minimind.data.tokenizer.load import Tokenizer
-from minimind.engine.build import Engine
-from minimind.engine.loss_of_batch import PADDING, uncompiled
+from minimind.engine.compile import uncompiled
+from minimind.engine.engine import PADDING, Engine
 from minimind.errors import UsageError
 from minimind.inference.score import LossSums, standard_error
 from minimind.report.formats import count
@@ -27,9 +27,6 @@ from minimind.report.run_logger import RunLogger
 
 if TYPE_CHECKING:
     from minimind.inference.text import Sampling
-
-
-EVAL_ROWS = "eval_rows"  # field of a manifest: rows of the last validation, with --eval_rows auto
 
 
 @dataclass

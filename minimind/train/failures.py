@@ -23,8 +23,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.flags import ALONE
 from minimind.config.run_config import RunConfig
 from minimind.data.rows.order import Order
-from minimind.engine.loss_of_batch import token_ids
-from minimind.engine.plain_backend import StepResult
+from minimind.engine.engine import StepResult, token_ids
 from minimind.errors import MemoryFull, NumericError, which_memory
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks

@@ -4,46 +4,31 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from minimind.checkpoint.directory import (
-    AllDamaged,
-    Rejected,
-    TrainState,
-    is_due,
-    published_checkpoints,
-    step_of,
-)
-from minimind.checkpoint.resume import Resumed, resume
+from minimind.checkpoint.identity import layout, versions
+from minimind.checkpoint.resume import TrainState
 from minimind.checkpoint.saver import Saver
-from minimind.config.flags import CHANGEABLE, VAL_LOSS
-from minimind.config.run_config import MARGIN, PATIENCE, RunConfig
+from minimind.config.flags import VAL_LOSS
+from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Batches
-from minimind.data.rows.skip_rows import skip_rows_text
-from minimind.engine.build import Engine
 from minimind.engine.clocks import CommunicationClock, PhaseClock
-from minimind.engine.loss_of_batch import routing_fields
-from minimind.engine.plain_backend import StepResult
+from minimind.engine.engine import Engine, StepResult
 from minimind.errors import PREEMPTED, NumericError
-from minimind.report.formats import clock_time, scores_line, skipped
+from minimind.report.formats import clock_time, scores_line
 from minimind.report.run_logger import RunLogger
-from minimind.runtime import disk
-from minimind.runtime.collectives import lost_peers, on_rank_0, run_on_all_ranks
-from minimind.runtime.durable_files import mebibytes, storing
+from minimind.runtime.collectives import Ranks, lost_peers, run_on_all_ranks
+from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.process import Progress, StopRequest
 from minimind.runtime.terminal import shorten_line
-from minimind.train.evaluate import EVAL_ROWS, HeldOutRows, Samples, draw, evaluate, log_evaluation
+from minimind.runtime.urls import masked_values
+from minimind.train.evaluate import HeldOutRows, Samples, draw, evaluate, log_evaluation
 from minimind.train.failures import SkippedSteps
-from minimind.train.rows import build_batches
 from minimind.train.start import Plan
 
 if TYPE_CHECKING:
@@ -58,6 +43,7 @@ GC_WARMUP_STEPS = 2  # all long-lived objects exist after them
 FROZEN_AT_START = 1000
 TIMED_STEPS = 3  # the time of a step is known after them
 LONG_SILENCE = 3600.0  # seconds without a step line that deserve a warning
+GO_BACK = -1  # instead of an exit status: the spike guard asks for an earlier checkpoint
 
 
 @dataclass(frozen=True)
@@ -65,6 +51,8 @@ class RunContext:
     """Objects that the loop and its actions share; built by `pretrain`."""
 
     plan: Plan
+    identity: dict[str, Any]  # values that must not change on resume
+    init_from: dict[str, str] | None  # place and kind of the initial weights
     prepared: Prepared
     schedule: Schedule
     engine: Engine
@@ -89,6 +77,16 @@ class RunContext:
         """All flags with their final values."""
         return self.plan.run
 
+    @property
+    def norm_limit(self) -> float:
+        """Gradient norm above which the next update is skipped."""
+        return self.spikes.norm_limit if self.spikes else math.inf
+
+
+def is_due(step: int, every: int, last_step: int) -> bool:
+    """Whether an action with interval `every`, and at the last step, is due after `step`."""
+    return step % every == 0 or step == last_step
+
 
 def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]:
     """Train from `state` to the last step; return the final state, exit status and reason.
@@ -102,15 +100,15 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     context.logger.begin(state.step, state.tokens)
     is_cut_off = not catch_up(context, state)
     while state.step < last and not is_cut_off:
-        freeze_gc_after_warmup(context, state.step - first)
-        update_trace(context, state, clock)
+        if state.step - first == GC_WARMUP_STEPS:
+            freeze_gc(context)
+        if context.trace and context.trace.is_due(state.step):
+            switch_trace(context, context.trace, state, clock)
         engine.seed(state.step)
         clock.begin()
         micro_batches = context.logger.track(context.batches.at(state.step))  # fetch
-        norm_limit = context.spikes.norm_limit if context.spikes else math.inf
-        result = engine.step(  # step
-            micro_batches, context.schedule.lr_at(state.step), clock, norm_limit
-        )
+        lr = context.schedule.lr_at(state.step)
+        result = engine.step(micro_batches, lr, clock, context.norm_limit)  # step
         state = state.after(context.batches.of(state.step).tokens_per_step)  # advance
         advance_progress(context, state, state.step - first)
         stop_requests, failed, overdue, must_go_back = sum_requests(context, state, result)
@@ -121,18 +119,21 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         logging = is_due(state.step, run.log_interval, last) or stopping
         profiling = run.profile and (is_due(state.step, run.profile_interval, last) or stopping)
         saving = is_due(state.step, run.save_interval, last) or stopping or overdue > 0
-        check_skipped_steps(context, state, result, is_due=logging or profiling or saving)
+        check_skipped_steps(context, state, result, waits=logging or profiling or saving)
         if logging or profiling:
             context.logger.add_phase_times(clock.take(engine.backend.waits))
         if logging:
             log_step(context, state, result)
-        check_corruption(context, state, first)
+        if context.corruption and is_due(state.step, run.verify_interval, last):
+            check_corruption(context, context.corruption, state, first)
         if saving:
             start_save(context, state)  # before evaluation, which may outlast a grace period
         if is_due(state.step, run.eval_interval, last) and len(context.held_out.rows):
             run_evaluation(context, state)
-        log_samples(context, state)
-        is_cut_off = not log_scores(context, state)
+        if context.samples and is_due(state.step, run.sample_interval, last):
+            log_samples(context, context.samples, state)
+        if context.scores and is_due(state.step, run.eval_tasks_interval, last):
+            is_cut_off = not log_scores(context, context.scores, state)
         if profiling:
             log_profile(context, state, is_last=stopping or state.step == last)
         if stopping:
@@ -155,13 +156,13 @@ def register_cleanup(context: RunContext) -> None:
         context.cleanup.callback(context.trace.stop)
 
 
-def freeze_gc_after_warmup(context: RunContext, steps: int) -> None:
-    """Freeze all live objects once `steps` is GC_WARMUP_STEPS; later collections skip them.
+def freeze_gc(context: RunContext) -> None:
+    """Freeze all live objects; later collections skip them.
 
     gc.unfreeze() at the end releases everything, so nothing is done where the host process (a
     notebook) has frozen objects already.
     """
-    if steps == GC_WARMUP_STEPS and gc.get_freeze_count() <= FROZEN_AT_START:
+    if gc.get_freeze_count() <= FROZEN_AT_START:
         with context.logger.pausing("gc"):
             gc.collect()
             gc.freeze()
@@ -197,29 +198,12 @@ def sum_requests(
     stop, failed, overdue, *sums = context.engine.sum_over_ranks([*requests, *own_sums])
     if spikes is None:
         return stop, failed, overdue, False
-    norm_limit = spikes.norm_limit  # of this step; `observe` replaces it
+    norm_limit = context.norm_limit  # of this step; `observe` replaces it
     must_go_back = spikes.observe(sums)
     if must_go_back:  # the last chance to count what is pending
-        check_skipped_steps(context, state, result, is_due=True)
+        check_skipped_steps(context, state, result, waits=True)
     spikes.hold(state.step - 1, result, norm_limit)
     return stop, failed, overdue, must_go_back
-
-
-def log_rejected(logger: RunLogger, rejected: Sequence[Rejected]) -> None:
-    """Log the checkpoints that could not be used."""
-    for bad in rejected:
-        logger.event("checkpoint_rejected", path=str(bad.path), file=bad.file, reason=bad.reason)
-        logger.print(skipped(bad.path, bad.file, bad.reason))
-
-
-@contextmanager
-def damage_logged(logger: RunLogger) -> Iterator[None]:
-    """Log the checkpoints of AllDamaged; of another end of the block the caller logs them."""
-    try:
-        yield
-    except AllDamaged as error:
-        log_rejected(logger, error.rejected)
-        raise
 
 
 def stop_reason(context: RunContext) -> str:
@@ -247,7 +231,7 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
             "tokens": state.tokens,
             "rows": [rows.start, rows.stop],
             **context.batches.order.stage_of(state.step - 1),
-            **routing_fields(result.routing, context.engine),
+            **routing_fields(result, context.engine),
         }
     )
     if change := context.engine.take_update_change():
@@ -260,25 +244,44 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
         )
 
 
+def routing_fields(result: StepResult, ranks: Ranks) -> dict[str, Any]:
+    """Fields of a step event: `aux_loss` and the load of experts over all ranks (collective).
+
+    expert_load is the share of visits per expert, averaged over layers. expert_load_range is the
+    smallest and largest share of any expert in any layer, as a multiple of the uniform share.
+    """
+    if result.aux_loss is None or result.expert_load is None:
+        return {}
+    layers, experts = result.expert_load.shape
+    local = [float(result.aux_loss), *result.expert_load.flatten().tolist()]
+    aux_loss, *shares = (number / ranks.world_size for number in ranks.sum_over_ranks(local))
+    multiples = [share * experts for share in shares]
+    return {
+        "aux_loss": aux_loss,
+        "expert_load": [sum(shares[n::experts]) / layers for n in range(experts)],
+        "expert_load_range": [min(multiples), max(multiples)],
+    }
+
+
 def check_skipped_steps(
-    context: RunContext, state: TrainState, result: StepResult, is_due: bool
+    context: RunContext, state: TrainState, result: StepResult, waits: bool
 ) -> None:
     """Log skipped steps; raise NumericError on every rank if there are more than allowed.
 
-    Flags on the GPU are read if `is_due` (the step synchronizes anyway) or 64 are pending.
+    Flags on the GPU are read if the step `waits` for it anyway, or 64 are pending.
     """
     try:
-        context.skipped.check(state.step, result, is_due)
+        context.skipped.check(state.step, result, waits)
     except NumericError:
         poll_save(context, wait=True)  # a save in the background may hold the last good checkpoint
         raise
 
 
-def check_corruption(context: RunContext, state: TrainState, first: int) -> None:
-    """Check for corruption if due; `first`: step from which the loop goes on (collective)."""
-    check, logger, saver = context.corruption, context.logger, context.saver
-    if check is None or not check.is_due(state.step, context.schedule.total_steps):
-        return
+def check_corruption(
+    context: RunContext, check: CorruptionCheck, state: TrainState, first: int
+) -> None:
+    """Check for corruption; `first`: step from which the loop goes on (collective)."""
+    logger, saver = context.logger, context.saver
     with logger.pausing("verify"):
         found = check.check(state.step, context.batches)
     check.report(found, state.step, logger, state.step - first >= TIMED_STEPS)
@@ -298,13 +301,8 @@ def log_profile(context: RunContext, state: TrainState, is_last: bool) -> None:
     context.logger.profile(state.step, medians, is_last)
 
 
-def update_trace(
-    context: RunContext, state: TrainState, clock: PhaseClock, is_over: bool = False
-) -> None:
-    """Start or write the trace of --trace_steps on every rank if due at this step."""
-    trace = context.trace
-    if trace is None or not trace.is_due(state.step, is_over):
-        return
+def switch_trace(context: RunContext, trace: Trace, state: TrainState, clock: PhaseClock) -> None:
+    """Start or write the trace of --trace_steps on every rank."""
     with context.logger.pausing("trace"):
         clock.is_traced = not trace.is_recording
         if not trace.is_recording:
@@ -341,18 +339,16 @@ def catch_up(context: RunContext, state: TrainState) -> bool:
         with context.logger.pausing("evaluate"):
             rows = run.micro_batch_rows(context.engine.world_size)
             evaluate(context.engine, context.held_out, rows)
-    if (scores := context.scores) and state.step:
+    scores = context.scores
+    if scores and state.step and is_due(state.step, run.eval_tasks_interval, last):
         by_score = run.keep_best and not by_loss and saver.lacks_validation(state.step)
         if scores.lacks(context.engine, state.step) or by_score:  # a stop cuts them off, too
-            return log_scores(context, state)
+            return log_scores(context, scores, state)
     return True
 
 
-def log_samples(context: RunContext, state: TrainState) -> None:
-    """Generate and log a continuation of each prompt, every --sample_interval."""
-    samples, last = context.samples, context.schedule.total_steps
-    if samples is None or not is_due(state.step, context.run.sample_interval, last):
-        return
+def log_samples(context: RunContext, samples: Samples, state: TrainState) -> None:
+    """Generate and log a continuation of each prompt."""
     with context.logger.pausing("sample"):
         with lost_peers():
             texts = draw(context.engine, samples)
@@ -363,14 +359,11 @@ def log_samples(context: RunContext, state: TrainState) -> None:
             )
 
 
-def log_scores(context: RunContext, state: TrainState) -> bool:
-    """Ask and log the tasks of --eval_tasks every --eval_tasks_interval.
+def log_scores(context: RunContext, scores: Scores, state: TrainState) -> bool:
+    """Ask and log the tasks of --eval_tasks.
 
     Return False if a stop cut them off: the run ends at this step, where the next start asks them.
     """
-    scores, last = context.scores, context.schedule.total_steps
-    if scores is None or not is_due(state.step, scores.interval, last):
-        return True
     with context.logger.pausing("score"):
         found = scores.compute(context.engine)
         if found is None:
@@ -388,13 +381,34 @@ def start_save(context: RunContext, state: TrainState) -> None:
     with context.logger.pausing("checkpoint"):
         poll_save(context, wait=True)
         run_on_all_ranks(context.engine, partial(check_data_unchanged, context))
-        order = context.batches.order.start_json()
-        facts = {"order": order, **(context.spikes.state() if context.spikes else {})}
-        if (reads := context.held_out.reads) is not None:
-            facts[EVAL_ROWS] = reads
-        context.saver.begin(state, facts)
+        context.saver.begin(manifest_of(context, state))
         if not context.saver.in_background:
             poll_save(context, wait=True)
+
+
+def manifest_of(context: RunContext, state: TrainState) -> dict[str, Any]:
+    """All that a checkpoint says of its run and step, but not of its files (collective).
+
+    Read back by checkpoint/resume.py.
+    """
+    run, engine, order = context.run, context.engine, context.batches.order
+    manifest = {
+        "identity": context.identity,
+        **layout(run, engine),
+        "dtype": run.dtype,
+        "rows": order.n_rows,
+        "mixture": order.mixture_json(),
+        "configuration": masked_values(engine.resolved.config),
+        "sources": engine.resolved.sources,
+        "versions": versions(),
+        "init_from": context.init_from,
+        "order": order.start_json(),
+    }
+    if context.spikes:
+        manifest["spikes"] = context.spikes.state()
+    if context.held_out.reads is not None:  # --eval_rows auto
+        manifest["eval_rows"] = context.held_out.reads
+    return manifest | {"step": state.step, "tokens": state.tokens}
 
 
 def check_data_unchanged(context: RunContext) -> None:
@@ -426,112 +440,7 @@ def poll_save(context: RunContext, wait: bool) -> None:
 
 def finish_recording(context: RunContext, state: TrainState, clock: PhaseClock) -> None:
     """Write the trace and wait for the save in progress, at the end of the loop."""
-    update_trace(context, state, clock, is_over=True)
+    if context.trace and context.trace.is_recording:
+        switch_trace(context, context.trace, state, clock)
     with context.logger.pausing("checkpoint"):
         poll_save(context, wait=True)
-
-
-GO_BACK = -1  # instead of an exit status: the spike guard asks for an earlier checkpoint
-
-
-def checkpoints_in(root: Path, steps: range) -> list[Path]:
-    """Checkpoints of some steps, the newest first."""
-    return [path for path in published_checkpoints(root) if step_of(path) in steps]
-
-
-def write_rows(context: RunContext, rows: np.ndarray, step: int) -> Path:
-    """Write the rows that a rollback leaves out as a file for --skip_rows; return its path.
-
-    Files of other rollbacks that ended at the same step are kept (collective).
-    """
-    out_dir = Path(context.run.out_dir)
-    fingerprint = context.prepared.manifest["fingerprint"]
-    text = skip_rows_text(rows.tolist(), context.batches.row_tokens, fingerprint)
-
-    def write() -> Path:
-        path, number = out_dir / f"rolled_back-{step}.txt", 1
-        with storing(str(path), "correct the path of --out_dir"):
-            while disk.exists(path) and path.read_text(encoding="utf-8") != text:
-                number += 1
-                path = out_dir / f"rolled_back-{step}-{number}.txt"
-            path.write_text(text, encoding="utf-8")
-        return path
-
-    return on_rank_0(context.saver.ranks, write)
-
-
-def require_rollback(context: RunContext, steps: range, rollbacks: int, what: str) -> None:
-    """Raise NumericError, which begins with `what`, if the run cannot go back to one of `steps`."""
-    saver, limit = context.saver, context.run.guard
-    good = on_rank_0(saver.ranks, lambda: checkpoints_in(saver.root, steps))
-    if not good:
-        raise NumericError(
-            f"{what} and there is no checkpoint up to step {max(steps.stop - 1, 0)} to go back to;"
-            " save earlier with --save_interval, or train with a lower --learning_rate or"
-            " --grad_clip"
-        )
-    if rollbacks >= limit["max_rollbacks"]:
-        raise NumericError(
-            f"{what} after {rollbacks} rollbacks, and max_rollbacks ="
-            f" {limit['max_rollbacks']} ({context.run.sources['max_rollbacks']}); the last"
-            f" checkpoint before them is {good[0]}: train on from it (--resume) with a lower"
-            " --learning_rate or --grad_clip (and --allow_change lr), or with a higher"
-            " --max_rollbacks"
-        )
-
-
-def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
-    """Load the newest checkpoint before the spikes (collective); return the context from there on.
-
-    Training repeats the steps up to MARGIN before the first spike, and goes on with the rows after
-    the last one. Raise NumericError without such a checkpoint, and after --max_rollbacks.
-    """
-    guard, saver, order = context.spikes, context.saver, context.batches.order
-    assert guard is not None  # it asks for this
-    detector = guard.detector
-    assert detector.first is not None
-    first, last = detector.first, detector.first + detector.in_a_row - 1
-    poll_save(context, wait=True)
-    if message := saver.prune_error(wait=True):
-        context.logger.print(message)
-    what = f"loss or gradient norm are high for {PATIENCE} steps, {first + 1} to {last + 1},"
-    start, limit = first - MARGIN, context.run.guard["max_rollbacks"]
-    steps = range(order.origin.step, start + 1)
-    if context.mirror:
-        context.mirror.fetch(steps)
-    require_rollback(context, steps, detector.rollbacks, what)
-    # All checkpoints from the origin of its order are of this run.
-    changeable = frozenset(CHANGEABLE)
-    identity = saver.facts["identity"]
-    with context.logger.pausing("checkpoint"), damage_logged(context.logger):
-        resumed = resume(
-            context.engine, saver.ranks, saver.root, "auto", identity, changeable, steps=steps
-        )
-    log_rejected(context.logger, resumed.rejected)
-    if context.mirror:
-        context.mirror.go_back(resumed.state.step)
-    if trackers := context.logger.trackers:
-        trackers.go_back(resumed.state.step)
-    assert resumed.path is not None  # the newest of `good` that is not damaged
-    context.held_out.begin_with(resumed.manifest.get(EVAL_ROWS, 0))
-    after = order.jumping(start, last + 1)
-    positions = [order.positions(start).start, order.positions(last).stop]
-    file = write_rows(context, order.rows_for(start, 0, 1, last + 1 - start), last + 1)
-    facts = {"to": resumed.state.step, "steps": [start + 1, last + 1], "positions": positions}
-    facts |= {"rows": str(file)}
-    facts |= {"rollbacks": detector.rollbacks + 1, **context.logger.unlogged_pauses()}
-    context.logger.event("rolled_back", step=last + 1, **facts)
-    context.logger.print(
-        f"{what} so the run goes back to {resumed.path.name} and leaves out the rows of steps"
-        f" {start + 1} to {last + 1} (listed in {file}); rollback {detector.rollbacks + 1} of"
-        f" {limit}"
-    )
-    if context.corruption:
-        context.corruption.go_back(resumed.state.step)
-        saver.good = context.corruption.good
-    context.batches.close()
-    batches = build_batches(context.run, context.engine, context.prepared, after)
-    context.cleanup.callback(batches.close)
-    spikes = guard.restored(batches, resumed, detector.rollbacks + 1)
-    skipped = replace(context.skipped, order=after, batches_at=batches.at, pending=[])
-    return replace(context, batches=batches, spikes=spikes, skipped=skipped), resumed

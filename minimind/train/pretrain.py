@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -11,9 +10,9 @@ from math import gcd
 from pathlib import Path
 from textwrap import wrap
 
-from minimind.checkpoint.directory import OWNER, TrainState
-from minimind.checkpoint.identity import facts, identity
-from minimind.checkpoint.resume import Resumed, resume
+from minimind.checkpoint.directory import OWNER
+from minimind.checkpoint.identity import identity
+from minimind.checkpoint.resume import Resumed, TrainState, damage_logged, resume, resume_order
 from minimind.checkpoint.retention import Rules, had_rules
 from minimind.checkpoint.run_folder import (
     is_in,
@@ -23,12 +22,13 @@ from minimind.checkpoint.run_folder import (
     require_writable,
     write_reference,
 )
-from minimind.checkpoint.saver import Saver
+from minimind.checkpoint.saver import Saver, sidecar_files
 from minimind.config.deepspeed.backend_choice import advice
 from minimind.config.launcher_env import Launch, planned_launch, read_launch
 from minimind.config.origin import Rank
 from minimind.config.run_config import RunConfig
-from minimind.data.prepare.prepared import Prepared
+from minimind.config.schedule import Schedule
+from minimind.data.rows.order import Order
 from minimind.engine.build import Engine, build_engine, leave_process_group, print_collectives
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
@@ -40,17 +40,16 @@ from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.runtime.terminal import phase
-from minimind.runtime.urls import masked_values
 from minimind.train.agreement import (
     meet,
     require_agreement,
     require_shared_folder,
     with_common_dtype,
 )
-from minimind.train.evaluate import EVAL_ROWS, build_samples, held_out_of
+from minimind.train.evaluate import build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
-from minimind.train.loop import GO_BACK, RunContext, damage_logged, go_back, register_cleanup, train
-from minimind.train.rows import build_batches, require_length, resume_order
+from minimind.train.loop import GO_BACK, RunContext, register_cleanup, train
+from minimind.train.rows import build_batches
 from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
 from minimind.train.speed import mfu_per_speed, setting_of
 from minimind.train.start import Plan, decide, traced_steps
@@ -171,6 +170,8 @@ def train_to_end(context: RunContext, resumed: Resumed) -> int:
         log_floors(context, resumed.state.step)
     state, status, reason = train(context, resumed.state)
     while status == GO_BACK:
+        from minimind.train.rollback import go_back
+
         context, resumed = go_back(context)
         log_start_event(context, resumed)
         state, status, reason = train(context, resumed.state)
@@ -244,10 +245,6 @@ def build_context(
         ranks,
         root,
         Rules.of(vars(run)),
-        {
-            **facts(run, run_identity, order, engine),
-            "init_from": plan.initial.origin(resumed.manifest),
-        },
         sidecar_files(prepared, engine),
         run.async_save,
         run.save_minutes,
@@ -258,7 +255,7 @@ def build_context(
         mirror.begin(resumed)
     batches = build_batches(run, engine, prepared, order)
     held_out = held_out_of(run, prepared, order, schedule.total_steps)
-    held_out.begin_with(resumed.manifest.get(EVAL_ROWS, 0))
+    held_out.begin_with(resumed.eval_rows)
     scores = trace = corruption = spikes = None
     if run.eval_tasks is not None:
         from minimind.train.scores import Scores
@@ -278,6 +275,8 @@ def build_context(
         spikes = SpikeGuard.of(run, engine, batches, prepared, logger, resumed)
     context = RunContext(
         plan=plan,
+        identity=run_identity,
+        init_from=plan.initial.origin(resumed.manifest),
         prepared=prepared,
         schedule=schedule,
         engine=engine,
@@ -300,14 +299,22 @@ def build_context(
     return context, resumed
 
 
-def sidecar_files(prepared: Prepared, engine: Engine) -> dict[str, bytes]:
-    """Small files beside the tensors: enough to generate text from a checkpoint alone."""
-    config, model = engine.resolved.config, json.loads(engine.model.config.to_json_string())
-    return {
-        "ds_config.resolved.json": json.dumps(masked_values(config), indent=2).encode(),
-        "config.json": json.dumps(masked_values(model), indent=2, sort_keys=True).encode() + b"\n",
-        **prepared.tokenizer.files(),
-    }
+def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) -> None:
+    """Raise UsageError if the resumed step is past the run's end, or the end is undefined.
+
+    After a change of batch size or text, steps differ in size and --epochs has no meaning.
+    """
+    if order.origin.step and (run.epochs is not None or run.max_steps is None):
+        raise UsageError(
+            f"the batch, the text or the rows left out were changed at step {order.origin.step}, so"
+            " that --epochs and budgets no longer determine the number of steps; give --max_steps"
+            " instead, counted from step 0"
+        )
+    if step > schedule.total_steps:
+        raise UsageError(
+            f"the checkpoint is of step {step}, and the run has {schedule.total_steps} steps"
+            f" ({run.sources['max_steps']}); raise --max_steps or --epochs"
+        )
 
 
 def finish(context: RunContext, state: TrainState, status: int, reason: str) -> None:

@@ -9,19 +9,16 @@ from functools import cache
 from typing import Any
 
 from minimind.architecture.select import Architecture
-from minimind.checkpoint.resume import Resumed
-from minimind.checkpoint.validation import validate_data_order
 from minimind.config.flags import MOST_LEFT_OUT, VAL_LOSS
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Batches, StagedBatches
-from minimind.data.rows.order import Mixture, Order, Origin, Ranges, count_rows, joined, rows_in
+from minimind.data.rows.order import Mixture, Order, Ranges, count_rows, joined, rows_in
 from minimind.data.rows.skip_rows import rows_left_out
 from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.engine.build import Engine
-from minimind.errors import CheckpointError, DataError, TooFewRows, UsageError
-from minimind.runtime.checked_json import ELSEWHERE
+from minimind.errors import DataError, TooFewRows, UsageError
 from minimind.train.text import Text
 
 
@@ -169,59 +166,6 @@ def _check_enough_answers(
         f" fewer than the {rows_per_step} of one step; raise --max_seq_len (the longest has"
         f" {conversations.longest:,} tokens)"
     )
-
-
-def resume_order(order: Order, resumed: Resumed) -> Order:
-    """Return the checkpoint's row order, or a new one from its step if batch or data changed."""
-    saved, manifest = resumed.manifest["identity"], resumed.manifest
-    if order.stages_json():  # a function of the step alone, whatever was read before
-        return order
-    if "stages" in saved["data"]:
-        step = resumed.state.step
-        return replace(order, origin=Origin(step, step * order.rows_per_step))
-    validate_data_order(resumed.manifest)
-    rows_per_step, seed = saved["batch"]["rows_per_step"], saved["seed"]["seed"]
-    start, mixture = manifest["order"], manifest["mixture"]
-    try:
-        before = Order.from_json(manifest["rows"], rows_per_step, seed, start, mixture)
-    except ValueError as error:
-        raise CheckpointError(f"manifest.json: {error}; {ELSEWHERE}") from error
-    changed = {(one.group, one.name) for one in resumed.changed}
-    goes_on = {("batch", "rows_per_step"), ("data", "rows_left_out")}
-    is_same_text = not any(
-        one not in goes_on and (one[0] in ("data", "tokenizer", "seed") or one[1] == "max_seq_len")
-        for one in changed
-    )
-    if is_same_text and (before.n_rows, before.mixture_json()) != (
-        order.n_rows,
-        order.mixture_json(),
-    ):
-        raise CheckpointError(
-            f"manifest.json: has {before.n_rows:,} rows, and the same text makes {order.n_rows:,};"
-            f" {ELSEWHERE}"
-        )
-    if is_same_text and not changed & goes_on:
-        return before
-    origin = before.origin_at(resumed.state.step, is_same_text, order.left_out)
-    return replace(order, origin=origin)
-
-
-def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) -> None:
-    """Raise UsageError if the resumed step is past the run's end, or the end is undefined.
-
-    After a change of batch size or text, steps differ in size and --epochs has no meaning.
-    """
-    if order.origin.step and (run.epochs is not None or run.max_steps is None):
-        raise UsageError(
-            f"the batch, the text or the rows left out were changed at step {order.origin.step}, so"
-            " that --epochs and budgets no longer determine the number of steps; give --max_steps"
-            " instead, counted from step 0"
-        )
-    if step > schedule.total_steps:
-        raise UsageError(
-            f"the checkpoint is of step {step}, and the run has {schedule.total_steps} steps"
-            f" ({run.sources['max_steps']}); raise --max_steps or --epochs"
-        )
 
 
 def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:

@@ -13,7 +13,7 @@ from typing import Any
 from minimind.architecture.hf_models import rotary_dtype
 from minimind.architecture.select import scaling_text
 from minimind.checkpoint.identity import hardware, layout, source_commit, versions
-from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.resume import Resumed, log_rejected
 from minimind.checkpoint.retention import kept_unknown
 from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.document import leaves
@@ -38,7 +38,7 @@ from minimind.recovery.token_balance import (
 from minimind.report.formats import count
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked_values, named
-from minimind.train.loop import RunContext, log_rejected
+from minimind.train.loop import RunContext
 from minimind.train.speed import peak_of
 from minimind.train.start import traced_steps
 
@@ -95,7 +95,7 @@ def log_start_event(context: RunContext, resumed: Resumed) -> dict[str, Any]:
     facts = {
         "step": state.step,
         "resume_from": str(resumed.path) if resumed.path else None,
-        "init_from": context.plan.initial.origin(resumed.manifest),
+        "init_from": context.init_from,
         **layout(run, engine),
         "group_size": engine.parallel.group_size,
         "dtype": run.dtype,

@@ -13,8 +13,8 @@ from minimind.config.flags import VAL_LOSS
 from minimind.config.run_config import RunConfig
 from minimind.config.tasks import AVERAGE, require_compared, tasks_of
 from minimind.data.prepare.prepared import Prepared
-from minimind.engine.build import Engine
-from minimind.engine.loss_of_batch import uncompiled
+from minimind.engine.compile import uncompiled
+from minimind.engine.engine import Engine
 from minimind.inference.own_tasks import HeldOutText
 from minimind.inference.questions import Questions
 from minimind.inference.scores import Shares, StoppedError, fields_of
@@ -28,7 +28,6 @@ class Scores:
     """The questions of a run, and how its ranks share them."""
 
     questions: Questions
-    interval: int
     by: str  # what --keep_best compares
     stop: StopRequest
     metrics: Path
@@ -46,7 +45,7 @@ class Scores:
         )
         require_compared(run, questions.has_chance())
         metrics = Path(run.out_dir) / "metrics.jsonl"
-        return cls(questions, run.eval_tasks_interval, run.keep_best_by, stop, metrics)
+        return cls(questions, run.keep_best_by, stop, metrics)
 
     def compute(self, engine: Engine) -> dict[str, Any] | None:
         """The fields of a `scores` event, with those of a moving average of weights (collective).

@@ -25,7 +25,7 @@ from minimind.config.origin import DEFAULT
 from minimind.config.parse import config_file, parse_flags
 from minimind.data.prepare.prepared import open_prepared
 from minimind.data.rows.order import Order
-from minimind.engine.loss_of_batch import compile_model, uncompiled
+from minimind.engine.compile import compile_model, uncompiled
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_model
 from minimind.model.causal_lm import enable_checkpointing

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from minimind.checkpoint import saver as saver_module
-from minimind.checkpoint.directory import TrainState, published_checkpoints, verify
-from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.directory import published_checkpoints, verify
+from minimind.checkpoint.resume import Resumed, TrainState
 from minimind.checkpoint.resume import resume as resume_from
 from minimind.checkpoint.retention import VALIDATION, Rules, saved_of
 from minimind.checkpoint.saver import Saver
@@ -115,7 +115,7 @@ def saved_late(root: Path, is_overtaken: bool = False) -> tuple[Tensor, Tensor, 
     before = engine.model.matrix.detach().clone()
     goes_on = threading.Event()
     keeper._thread.submit(goes_on.wait, 60)
-    keeper.begin(TrainState(2, 2))
+    keeper.begin(manifest_of(2, 2))
     assert not LATE.is_done()  # the loop has not waited for the copies
     engine.train(1)
     if is_overtaken:
@@ -168,14 +168,18 @@ def test_copies_on_a_stream_that_the_update_does_not_wait_for_are_of_another_ste
     assert not torch.equal(before, saved)
 
 
+def manifest_of(step: int, tokens: int = 0) -> dict[str, Any]:
+    return {**FACTS, "step": step, "tokens": tokens}
+
+
 def saver(engine: Engine, root: Any, keep_last: int = 2, in_background: bool = True) -> Saver:
-    return Saver(engine, engine, root, Rules(keep_last), FACTS, {}, in_background)  # type: ignore[arg-type] (a stand-in)
+    return Saver(engine, engine, root, Rules(keep_last), {}, in_background)  # type: ignore[arg-type] (a stand-in)
 
 
 def save(engine: Engine, root: Any, state: TrainState, keep_last: int = 2) -> dict[str, Any]:
     engine.deepspeed.global_steps = state.step  # whatever was trained here
     keeper = saver(engine, root, keep_last)
-    keeper.begin(state)
+    keeper.begin(manifest_of(state.step, state.tokens))
     event = keeper.poll(wait=True)
     assert event is not None
     keeper.prune()
@@ -372,7 +376,7 @@ def test_what_is_saved_is_the_state_at_the_beginning_of_the_save(tmp_path):
         before = {name: value.clone() for name, value in engine.model.state_dict().items()}
         hold = threading.Event()
         keeper._thread.submit(hold.wait)  # the disk is slow
-        keeper.begin(TrainState(step, 0))
+        keeper.begin(manifest_of(step, 0))
         assert keeper.poll(wait=False) is None
         engine.train(1)
         hold.set()
@@ -392,7 +396,7 @@ def test_a_save_that_fails_in_the_background_is_reported_when_it_is_waited_for(
     engine = Engine(1)
     keeper = saver(engine, tmp_path)
     monkeypatch.setattr(saver_module, "publish", lambda tmp, final: os.rename(tmp / "x", final))
-    keeper.begin(TrainState(1, 0))
+    keeper.begin(manifest_of(1, 0))
     keeper._thread.submit(lambda: None).result()
     assert keeper.has_failed
     assert keeper.poll(wait=False) is None
@@ -404,7 +408,7 @@ def test_a_save_that_fails_in_the_background_is_reported_when_it_is_waited_for(
 def test_older_checkpoints_are_pruned_after_the_new_one_is_reported(tmp_path):
     save(Engine(1), tmp_path, TrainState(1, 0))
     keeper = saver(Engine(1), tmp_path, keep_last=1)
-    keeper.begin(TrainState(2, 0))
+    keeper.begin(manifest_of(2, 0))
     assert keeper.poll(wait=True)
     assert [p.name for p in published_checkpoints(tmp_path)] == ["step_00000002", "step_00000001"]
     keeper.prune()
@@ -420,7 +424,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_reported_and_the_new_one_la
 
     monkeypatch.setattr(saver_module, "prune", refuse)
     keeper = saver(Engine(1), tmp_path)
-    keeper.begin(TrainState(2, 0))
+    keeper.begin(manifest_of(2, 0))
     assert keeper.poll(wait=True)
     keeper.prune()
     assert "step_00000001" in keeper.prune_error(wait=True)
@@ -454,7 +458,7 @@ def test_a_full_disk_is_reported_with_the_bytes_needed_and_free(tmp_path, monkey
 
     keeper = saver(Engine(1), tmp_path)
     monkeypatch.setattr(saver_module, "write_slices", full)
-    keeper.begin(TrainState(1, 0))
+    keeper.begin(manifest_of(1, 0))
     with pytest.raises(StorageError, match=rf"step_00000001.*{keeper.bytes:,} bytes .*needed, \d"):
         keeper.poll(wait=True)
 
@@ -475,7 +479,7 @@ def test_a_disk_that_is_full_for_a_validation_is_told_to_all_ranks_at_once(tmp_p
 
     keeper = saver(Engine(1), tmp_path)
     monkeypatch.setattr(saver_module, "record_validation", full)
-    keeper.begin(TrainState(1, 0))
+    keeper.begin(manifest_of(1, 0))
     keeper.validated(1, 3.0)  # which rank 0 alone would raise
     keeper.prune()
     keeper.prune_error(wait=True)
@@ -498,7 +502,7 @@ def test_nothing_is_pruned_once_a_validation_is_not_recorded(tmp_path, monkeypat
     keeper = saver(Engine(1), tmp_path, keep_last=1)
     monkeypatch.setattr(saver_module, "record_validation", full)
     keeper.validated(1, 3.0)  # it may be the best
-    keeper.begin(TrainState(2, 0))
+    keeper.begin(manifest_of(2, 0))
     assert keeper.poll(wait=True)
     with pytest.raises(StorageError, match="No space left"):
         keeper.wait_for_validations()
@@ -516,7 +520,7 @@ def test_a_validation_that_ends_before_its_save_is_recorded(tmp_path, monkeypatc
 
     monkeypatch.setattr(saver_module, "write_slices", slow)
     keeper = saver(Engine(1), tmp_path)
-    keeper.begin(TrainState(1, 0))
+    keeper.begin(manifest_of(1, 0))
     keeper.validated(1, 3.0)
     is_validated.set()
     assert keeper.poll(wait=True)
@@ -528,7 +532,7 @@ def test_a_rank_that_cannot_write_is_named_to_all(tmp_path):
     engine = Engine(1)
     keeper = saver(engine, tmp_path)
     engine.other = (None, (StorageError, "disk of rank 1", ()))
-    keeper.begin(TrainState(1, 0))
+    keeper.begin(manifest_of(1, 0))
     with pytest.raises(StorageError, match="disk of rank 1") as caught:
         keeper.poll(wait=True)
     assert caught.value.cause_rank == 1

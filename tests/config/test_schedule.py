@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from minimind.checkpoint.directory import TrainState, is_due
 from minimind.config.parse import parse_flags
 from minimind.config.schedule import Schedule, budget_steps, plan_schedule
 from minimind.errors import UsageError
@@ -136,8 +135,3 @@ def test_a_budget_that_contradicts_is_refused(line, name):
 def test_length_and_warm_up_follow_the_flags(line, steps_per_epoch, total, warmup):
     s = planned(line, steps_per_epoch)
     assert (s.total_steps, s.warmup_steps) == (total, warmup)
-
-
-def test_state_counts_and_the_last_step_is_always_due():
-    assert TrainState().after(512).after(512) == TrainState(2, 1024)
-    assert [s for s in range(1, 8) if is_due(s, 3, 7)] == [3, 6, 7]

@@ -21,7 +21,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch._functorch import config
 
-from minimind.engine.loss_of_batch import EAGER_BACKWARD
+from minimind.engine.compile import EAGER_BACKWARD
 from tools.engines import Case, build, course
 
 is_ahead: list[bool] = []  # of each graph, whether its backward pass is asked for with it

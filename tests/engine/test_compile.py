@@ -29,16 +29,11 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
-from minimind.engine import loss_of_batch as compiled
+from minimind.engine import compile as compiled
 from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.engine.loss_of_batch import (
-    CPU_OPTIONS,
-    ModelInputs,
-    compile_model,
-    compute_loss,
-    uncompiled,
-)
+from minimind.engine.compile import CPU_OPTIONS, compile_model, uncompiled
+from minimind.engine.engine import mean_loss, text_inputs
 from minimind.model import kernels, masks
 from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
@@ -149,8 +144,8 @@ def test_of_experts_all_but_the_routed_ones_is_compiled_once(quickly, monkeypatc
             for batch in batches:
                 clock.begin()
                 result = engine.step(list(batch), 1e-2, clock)
-                values = [result.loss_sum / result.tokens, *(result.routing or ())]
-                found.setdefault(compiles, []).append([value.clone() for value in values])
+                values = [result.loss_sum / result.tokens, result.aux_loss, result.expert_load]
+                found.setdefault(compiles, []).append(values)
                 graphs = len(REGIONS_OF_EXPERTS) if compiles == "on" else 0
                 assert counters["stats"]["unique_graphs"] == graphs
         finally:
@@ -167,7 +162,8 @@ def test_other_documents_compile_no_block_again(quickly, monkeypatch):
 
     @torch.no_grad()  # flex attention has no backward pass on a CPU
     def loss_sums() -> list[float]:
-        return [float(compute_loss(model, ModelInputs.of_text(rows)).loss_sum) for rows in batches]
+        outs = [model(**text_inputs(rows), loss_chunk_size=0) for rows in batches]
+        return [float(out.loss_sum) for out in outs]
 
     expected = loss_sums()  # with dense masks
     monkeypatch.setattr(masks, "has_flex_kernel", lambda *_: True)
@@ -427,10 +423,10 @@ def test_a_loss_in_parts_is_the_whole_one_with_its_gradients(changes, positions)
     found = []
     for loss_chunk_size in (0, positions):
         model = built(**changes).train()
-        goal = compute_loss(model, ModelInputs.of_text(ROWS), loss_chunk_size)
-        goal.total.backward()
+        goal = model(**text_inputs(ROWS), loss_chunk_size=loss_chunk_size)
+        mean_loss(goal).backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
-        found.append((goal.loss_sum.detach(), goal.tokens, gradients))
+        found.append((goal.loss_sum.detach(), goal.targets, gradients))
     (loss, tokens, gradients), (loss_by_parts, tokens_by_parts, by_parts) = found
     assert tokens == tokens_by_parts == ROWS[:, 1:].numel()
     torch.testing.assert_close(loss_by_parts, loss, rtol=1e-6, atol=0)
@@ -448,7 +444,7 @@ def test_logits_made_in_parts_are_not_kept_for_the_backward_pass():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            goal = compute_loss(built(), ModelInputs.of_text(ROWS), loss_chunk_size)
+            goal = built()(**text_inputs(ROWS), loss_chunk_size=loss_chunk_size)
         assert goal.loss_sum.requires_grad
         largest[loss_chunk_size] = max(kept, default=0)
     assert largest[0] == ROWS[:, 1:].numel() * SHAPE["vocab_size"]

@@ -14,7 +14,7 @@ from minimind.architecture.select import minimind_config
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import RunConfig
-from minimind.engine.loss_of_batch import ModelInputs, compute_loss
+from minimind.engine.engine import mean_loss, text_inputs
 from minimind.engine.optimizers import mup_line, run_groups, scale_initial_weights
 from minimind.engine.plain_backend import PlainBackend
 from minimind.model.causal_lm import MiniMindForCausalLM
@@ -47,10 +47,10 @@ def train(backend: PlainBackend, steps: int = 6) -> list[float]:
     losses = []
     for step in range(steps):
         backend.begin(3e-3 * (1 - step / 10))
-        loss = compute_loss(backend.module, ModelInputs.of_text(ROWS), 0)
-        backend.backward(loss.total)
+        loss = mean_loss(backend.module(**text_inputs(ROWS), loss_chunk_size=0))
+        backend.backward(loss)
         backend.update(is_last=True)
-        losses.append(float(loss.total.detach()))
+        losses.append(float(loss.detach()))
     return losses
 
 

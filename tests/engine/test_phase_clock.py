@@ -306,7 +306,7 @@ def test_the_phases_are_the_time_from_one_line_to_the_next(corpus, tmp_path, mon
     for owner, name, seconds in (
         (Batches, "at", 0.02),
         (PlainBackend, "begin", 0.01),
-        (engine, "compute_loss", 0.02),
+        (engine, "text_inputs", 0.02),
         (PlainBackend, "backward", 0.03),
         (PlainBackend, "update", 0.01),
         (gc, "freeze", 0.5),

@@ -19,7 +19,7 @@ from minimind.config.parse import parse_flags
 from minimind.data.shards.conversation_shards import START
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.engine.loss_of_batch import PADDING, token_ids
+from minimind.engine.engine import PADDING, token_ids
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
 from minimind.recovery.corruption import replay
@@ -98,7 +98,7 @@ def test_a_step_has_the_gradient_of_the_mean_over_its_targets(built: BuildEngine
     result, found = gradients_of(engine, ROWS)
     assert int(result.tokens) == int(IS_TARGET[:, 1:].sum())
     loss = float(result.loss_sum) / float(result.tokens)
-    balance = 0.0 if result.routing is None else float(result.routing.aux_loss)
+    balance = 0.0 if result.aux_loss is None else float(result.aux_loss)
     assert loss + balance == pytest.approx(expected, rel=1e-6)
     for name, gradient in gradients.items():
         assert (found[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), name

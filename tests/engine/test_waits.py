@@ -19,7 +19,7 @@ import torch
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints
 from minimind.engine import build
-from minimind.engine.plain_backend import StepResult
+from minimind.engine.engine import StepResult
 from minimind.recovery import corruption
 from minimind.recovery.spikes import HeldStep
 from minimind.report import trace as trace_module

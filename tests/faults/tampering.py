@@ -14,7 +14,7 @@ import pytest
 
 import minimind.train as training
 from minimind.checkpoint.directory import MANIFEST, describe_file, published_checkpoints, with_sum
-from minimind.checkpoint.resume import resume
+from minimind.checkpoint.resume import resume, resume_order
 from minimind.cli.main import main
 from minimind.config.flags import CHANGEABLE
 from minimind.config.parse import parse_flags
@@ -26,7 +26,6 @@ from minimind.errors import RunError
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
 from minimind.runtime.terminal import one_line
-from minimind.train.rows import resume_order
 from tests.alone import Alone
 
 train: Any = training  # a package that is called like a function

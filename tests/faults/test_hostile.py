@@ -20,12 +20,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from minimind.checkpoint.directory import MANIFEST, TrainState, published_checkpoints, verify
-from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.directory import MANIFEST, published_checkpoints, verify
+from minimind.checkpoint.resume import Resumed, TrainState, resume_order
 from minimind.checkpoint.validation import shard_name
 from minimind.data.rows.order import Order
 from minimind.errors import CheckpointError
-from minimind.train.rows import resume_order
 from tests.faults.tampering import COMMANDS, TOOLS, ending, manifest_of, reseal, seal, trained
 
 SHARD, BUFFERS, STATE, CONFIG = (

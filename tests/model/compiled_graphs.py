@@ -27,7 +27,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedu
 from torch._inductor.virtualized import V
 
 from minimind.config.parse import parse_flags
-from minimind.engine.loss_of_batch import compile_model
+from minimind.engine.compile import compile_model
 from minimind.model import kernels as of_model
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minimind.engine.loss_of_batch import ModelInputs, compute_loss
+from minimind.engine.engine import marked_inputs
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.loss import IGNORED, mean_with_nan_grads, next_token_loss
@@ -112,10 +112,10 @@ def test_losses_of_rows_are_those_of_each_row_alone(positions: int):
     rows = torch.randint(V, (B, T + 1), generator=torch.manual_seed(2))
     rows[1, 4:] = ~rows[1, 4:]
     with torch.no_grad():
-        inputs = ModelInputs.of_marked(rows, has_starts=False)
-        found = compute_loss(model, inputs, positions, by_row=True)
+        inputs = marked_inputs(rows, has_starts=False)
+        found = model(**inputs, loss_chunk_size=positions, loss_by_row=True)
         alone = [
-            compute_loss(model, ModelInputs.of_marked(row[None], has_starts=False)) for row in rows
+            model(**marked_inputs(row[None], has_starts=False), loss_chunk_size=0) for row in rows
         ]
     torch.testing.assert_close(found.loss_sum, torch.stack([one.loss_sum for one in alone]))
-    assert found.tokens.tolist() == [int(one.tokens) for one in alone] == [T, 3, T]
+    assert found.targets.tolist() == [int(one.targets) for one in alone] == [T, 3, T]

@@ -22,7 +22,7 @@ from minimind.recovery.step_rows import read_run
 from minimind.report.figures import Summary
 from minimind.report.history import read_runs
 from minimind.report.run_logger import RunLogger
-from minimind.train.loop import write_rows
+from minimind.train.rollback import write_rows
 from tests.report.test_trackers import wandb_history
 
 train: Any = training  # a package that is called like a function

@@ -62,11 +62,11 @@ def test_a_trace_has_the_phases_of_its_steps_and_no_others(tmp_path: Path, begin
 def test_a_run_that_ends_early_writes_what_it_has_and_a_full_disk_is_reported(tmp_path: Path):
     trace = Trace((1, 9), tmp_path, rank=0)
     assert trace.stop() is None  # nothing begun, nothing written
-    assert not trace.is_due(0, is_over=True)
+    assert not trace.is_recording
     assert list(tmp_path.iterdir()) == []
     trace.begin(0)
     torch.ones(2)
-    assert (trace.is_due(4), trace.is_due(4, is_over=True)) == (False, True)
+    assert (trace.is_due(4), trace.is_recording) == (False, True)
     assert trace.write(4) == tmp_path / "traces" / "steps_1-4-rank_0.json.gz"
     assert (tmp_path / "traces" / "steps_1-4-rank_0.json.gz").stat().st_size > 0
     assert not trace.is_recording

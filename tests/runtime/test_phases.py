@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from minimind.engine.loss_of_batch import with_compile_message
+from minimind.engine.compile import with_compile_message
 from minimind.launch.plan import PROJECT, starting
 from minimind.runtime import terminal as phases
 from minimind.runtime.terminal import LONG, phase

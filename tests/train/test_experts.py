@@ -17,14 +17,13 @@ from minimind.checkpoint.validation import read_config
 from minimind.cli.main import main
 from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.engine.loss_of_batch import MicroBatchLoss
+from minimind.engine.engine import mean_loss
 from minimind.errors import CheckpointError
 from minimind.inference.engine import generate_texts
 from minimind.inference.load_model import load_checkpoint
 from minimind.inference.text import Sampling
-from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindOutput
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.experts import Routing
 from minimind.model.loss import next_token_loss
 from minimind.train import loop
 from tests.engine.test_backends import engine_of
@@ -52,8 +51,8 @@ def test_a_fault_of_the_loss_or_of_the_balance_is_seen_in_the_gradient(at_fault:
     loss, balance = weight[0] * 3, weight[1] * 0 + 2
     found = {"loss": loss, "balance": balance}
     found[at_fault] = found[at_fault] + float("inf")  # whose gradient is as before
-    routing = Routing(found["balance"], torch.ones(1, 2))
-    MicroBatchLoss(found["loss"], torch.tensor(5), routing).total.backward()
+    out = MiniMindOutput(loss_sum=found["loss"], targets=torch.tensor(5), aux_loss=found["balance"])
+    mean_loss(out).backward()
     assert weight.grad is not None
     assert weight.grad[0].isnan()
 
@@ -77,8 +76,8 @@ def test_the_balance_is_trained_and_the_loss_reported_is_the_cross_entropy(monke
     try:
         result = step_of(engine, list(ROWS.split(2)))
         assert float(result.loss_sum / result.tokens) == pytest.approx(cross_entropy)
-        assert float(result.routing.aux_loss) == pytest.approx(float(out.aux_loss.detach()))
-        torch.testing.assert_close(result.routing.load, out.expert_load)
+        assert float(result.aux_loss) == pytest.approx(float(out.aux_loss.detach()))
+        torch.testing.assert_close(result.expert_load, out.expert_load)
         norm = float(torch.nn.utils.get_total_norm(gradients))
         assert float(result.grad_norm) == pytest.approx(norm, rel=1e-5)
         held_out, count = engine.loss_of(ROWS)
@@ -97,7 +96,7 @@ def test_ddp_needs_no_search_for_idle_experts(monkeypatch):
         assert not forward.find_unused_parameters
         for _ in range(3):  # DDP would complain of missing gradients in the second
             result = step_of(engine, [ROWS[:1, :4]])
-            assert float(result.routing.load.min()) == 0  # three tokens, eight experts
+            assert float(result.expert_load.min()) == 0  # three tokens, eight experts
     finally:
         leave_process_group()
 

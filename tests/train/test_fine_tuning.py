@@ -30,7 +30,7 @@ from minimind.data.prepare.encode import split_of
 from minimind.data.prepare.prepared import holds_conversations
 from minimind.data.text.documents import parse_line
 from minimind.data.tokenizer.load import load_tokenizer
-from minimind.engine.loss_of_batch import ModelInputs, compute_loss
+from minimind.engine.engine import marked_inputs
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.chat import Chat, template_of
 from minimind.inference.load_model import load_model
@@ -456,7 +456,7 @@ def test_the_last_user_turn_changes_no_gradient():
         torch.manual_seed(0)
         model = MiniMindForCausalLM(shape)
         row = torch.tensor([[~1, ~2, 3, 4, ~5, 6, 7, *(~token for token in last_turn)]])
-        compute_loss(model, ModelInputs.of_marked(row, has_starts=True)).loss_sum.backward()
+        model(**marked_inputs(row, has_starts=True), loss_chunk_size=0).loss_sum.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert any(gradient.any() for gradient in found[0].values() if gradient is not None)
     for name, gradient in found[0].items():

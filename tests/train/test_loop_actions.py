@@ -12,16 +12,17 @@ import pytest
 import torch
 
 import minimind.train as training
-from minimind.checkpoint.directory import TrainState
+from minimind.checkpoint.resume import TrainState
 from minimind.config.parse import parse_flags
-from minimind.engine.plain_backend import StepResult
+from minimind.engine.engine import StepResult
 from minimind.errors import StorageError
 from minimind.report import run_logger
 from minimind.report.run_logger import RunLogger
 from minimind.train.loop import (
     GC_WARMUP_STEPS,
     advance_progress,
-    freeze_gc_after_warmup,
+    freeze_gc,
+    is_due,
     log_step,
     poll_save,
 )
@@ -34,15 +35,18 @@ FLAGS: dict[str, Any] = {
 }
 
 
+def test_state_counts_and_the_last_step_is_always_due():
+    assert TrainState().after(512).after(512) == TrainState(2, 1024)
+    assert [s for s in range(1, 8) if is_due(s, 3, 7)] == [3, 6, 7]
+
+
 @pytest.mark.usefixtures("thawed")
 def test_live_objects_are_frozen_after_warmup_until_the_run_ends(tmp_path: Path):
     logger = RunLogger(tmp_path, 9, torch.device("cpu"), is_rank_0=True, is_profiling=False)
     with ExitStack() as cleanup:
         cleanup.callback(logger.close)
         context: Any = SimpleNamespace(logger=logger, cleanup=cleanup)
-        freeze_gc_after_warmup(context, GC_WARMUP_STEPS - 1)
-        assert gc.get_freeze_count() == 0
-        freeze_gc_after_warmup(context, GC_WARMUP_STEPS)
+        freeze_gc(context)
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
 
@@ -53,7 +57,7 @@ def test_objects_that_python_3_12_freezes_at_its_start_are_not_those_of_a_notebo
     monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
     context: Any = SimpleNamespace(logger=SimpleNamespace(pausing=nullcontext), cleanup=ExitStack())
-    freeze_gc_after_warmup(context, GC_WARMUP_STEPS)
+    freeze_gc(context)
     assert frozen
 
 

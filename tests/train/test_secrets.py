@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from minimind.checkpoint.identity import facts
+from minimind.checkpoint.resume import TrainState
 from minimind.checkpoint.run_folder import write_reference
+from minimind.checkpoint.saver import sidecar_files
 from minimind.cli.main import main
 from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
@@ -31,7 +32,7 @@ from minimind.report.page import write_report
 from minimind.runtime.agreement import Told
 from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
-from minimind.train.pretrain import sidecar_files
+from minimind.train.loop import manifest_of
 from minimind.train.run_start import changed_settings, settings_tables
 from tests.conftest import Launcher
 from tests.report.made import run_start
@@ -74,7 +75,11 @@ def test_canaries_of_a_configuration_are_in_no_table_file_or_record(tmp_path: Pa
         ),
     )
     prepared: Any = SimpleNamespace(tokenizer=SimpleNamespace(files=dict))
-    order: Any = SimpleNamespace(n_rows=1, mixture_json=lambda: None)
+    order = SimpleNamespace(n_rows=1, mixture_json=lambda: None, start_json=dict)
+    context: Any = SimpleNamespace(
+        **{"run": resolved.run, "engine": engine, "batches": SimpleNamespace(order=order)},
+        **{"identity": {}, "init_from": None, "spikes": None, "held_out": SimpleNamespace(reads=8)},
+    )
     (tmp_path / "metrics.jsonl").write_text(json.dumps(run_start()) + "\n")
     write_report([tmp_path], tmp_path / "report.html", "x")
     shown = [
@@ -83,7 +88,7 @@ def test_canaries_of_a_configuration_are_in_no_table_file_or_record(tmp_path: Pa
         resolved.table(),
         *settings_tables(resolved),
         changed_settings(resolved),
-        str(facts(resolved.run, {}, order, engine)),
+        str(manifest_of(context, TrainState())),
         *(Told(CANARY).shown(f"monitor.{name} for DeepSpeed") for name in SECRET),
     ]
     assert not [text[:200] for text in shown if CANARY in text]

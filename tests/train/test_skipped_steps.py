@@ -17,7 +17,7 @@ import minimind
 from minimind.config.parse import parse_flags
 from minimind.data.rows.order import Order
 from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
-from minimind.engine.plain_backend import StepResult
+from minimind.engine.engine import StepResult
 from minimind.errors import NumericError
 from minimind.model import loss as model_loss
 from minimind.train.failures import MAX_PENDING, MAX_ROWS, SkippedSteps

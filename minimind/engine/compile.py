@@ -1,139 +1,16 @@
-"""The loss of a micro-batch, routing metrics, and torch.compile of the model.
-
-Inputs and targets are (B, T) token ids on the model's device: a row without its last and without
-its first token. A token t of a row that is no target is stored as ~t, which is negative: in
-fine-tuning, where ~(t + START) also starts a conversation, and in rows of `PADDING`.
-"""
+"""torch.compile of the model, its time, and the model without it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from minimind.config.run_config import RunConfig
-from minimind.data.shards.conversation_shards import START
-from minimind.model.experts import Routing
-from minimind.model.loss import IGNORED, mean_with_nan_grads
-from minimind.model.sizes import LOSS_CHUNK
-from minimind.runtime.collectives import Ranks
-from minimind.runtime.device import HOST, device_kind
 from minimind.runtime.terminal import phase
-
-PADDING = ~0  # a token that is no target
-
-
-def loss_chunk_positions(run: RunConfig) -> int:
-    """Number of positions whose logits are computed at a time; 0: all."""
-    return LOSS_CHUNK if run.loss == "chunked" else 0
-
-
-def eval_chunk_positions(run: RunConfig, device: torch.device) -> int:
-    """The same for validation, which is not compiled: on a GPU always in parts."""
-    is_ours = run.hugging_face is None
-    return LOSS_CHUNK if device_kind(device) is not HOST and is_ours else loss_chunk_positions(run)
-
-
-@dataclass(frozen=True)
-class MicroBatchLoss:
-    """Summed cross-entropy and number of targets of a micro-batch, or of its rows; routing."""
-
-    loss_sum: torch.Tensor
-    tokens: torch.Tensor
-    routing: Routing | None  # None for a dense model and in evaluation
-
-    @property
-    def total(self) -> torch.Tensor:
-        """The loss of the backward pass: nats per token plus the balance loss of experts.
-
-        Both are means over rows of equal length, so their mean over micro-batches and ranks is the
-        mean over the rows of a step, however it is split.
-        """
-        return self.divided_by(self.tokens)
-
-    def divided_by(self, targets: torch.Tensor) -> torch.Tensor:
-        """The same with the summed cross-entropy divided by `targets`, a positive scalar."""
-        if self.routing is None:
-            return mean_with_nan_grads(self.loss_sum, targets)
-        balance = self.routing.aux_loss
-        return mean_with_nan_grads(self.loss_sum, targets, also=balance) + balance
-
-
-def token_ids(rows: torch.Tensor) -> torch.Tensor:
-    """Return the ids of tokens; non-targets are stored negative."""
-    return torch.where(rows >= 0, rows, ~rows % START)
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """What the model reads of a micro-batch, each (B, T)."""
-
-    ids: torch.Tensor
-    targets: torch.Tensor  # may be IGNORED
-    starts: torch.Tensor | None = None  # bool, of conversations; None: the model finds documents
-
-    @classmethod
-    def of_text(cls, rows: torch.Tensor) -> Self:
-        """Inputs of rows (B, T + 1) of text, whose tokens are all targets."""
-        return cls(rows[:, :-1], rows[:, 1:])
-
-    @classmethod
-    def of_marked(cls, rows: torch.Tensor, has_starts: bool) -> Self:
-        """Inputs of rows (B, T + 1) with negative tokens, of conversations if `has_starts`."""
-        targets = torch.where(rows >= 0, rows, IGNORED)
-        starts = ~rows[:, :-1] >= START if has_starts else None
-        return cls(token_ids(rows)[:, :-1], targets[:, 1:], starts)
-
-
-def compute_loss(
-    forward: Any, inputs: ModelInputs, loss_chunk_size: int = 0, by_row: bool = False
-) -> MicroBatchLoss:
-    """Compute the loss with `forward`, the model wrapped by its backend; `by_row`: of each row.
-
-    Logits are computed for `loss_chunk_size` positions at a time; 0: for all. The loss is part of
-    the model, so that it is compiled with the model.
-    """
-    more: dict[str, Any] = {"loss_by_row": True} if by_row else {}
-    if inputs.starts is not None:
-        more["document_starts"] = inputs.starts
-    out = forward(
-        input_ids=inputs.ids, shift_labels=inputs.targets, loss_chunk_size=loss_chunk_size, **more
-    )
-    routing = None if out.aux_loss is None else Routing(out.aux_loss, out.expert_load)
-    return MicroBatchLoss(out.loss_sum, out.targets, routing)
-
-
-def mean_routing(routings: Sequence[Routing | None]) -> Routing | None:
-    """Mean over micro-batches, detached, on the device."""
-    present = [routing for routing in routings if routing is not None]
-    if not present:
-        return None
-    losses = torch.stack([routing.aux_loss.detach() for routing in present])
-    return Routing(losses.mean(), torch.stack([routing.load for routing in present]).mean(0))
-
-
-def routing_fields(routing: Routing | None, ranks: Ranks) -> dict[str, Any]:
-    """Fields of a step event: `aux_loss` and the load of experts over all ranks (collective).
-
-    expert_load is the share of visits per expert, averaged over layers. expert_load_range is the
-    smallest and largest share of any expert in any layer, as a multiple of the uniform share.
-    """
-    if routing is None:
-        return {}
-    layers, experts = routing.load.shape
-    local = [float(routing.aux_loss), *routing.load.flatten().tolist()]
-    aux_loss, *shares = (number / ranks.world_size for number in ranks.sum_over_ranks(local))
-    multiples = [share * experts for share in shares]
-    return {
-        "aux_loss": aux_loss,
-        "expert_load": [sum(shares[n::experts]) / layers for n in range(experts)],
-        "expert_load_range": [min(multiples), max(multiples)],
-    }
-
 
 # The option of torch 2.10 to 2.13. Versions without it use more memory, and ranks that compile the
 # backward pass for different times wait for --dist_timeout.
