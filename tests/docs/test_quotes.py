@@ -1,7 +1,7 @@
 """What a page quotes of a file of this project is what stands there.
 
-A quote is a block tagged python behind `<!-- FILE.py: Class.method -->`, or `<!-- FILE.py -->`
-for a whole module. Its lines follow one another in the source as they do in the block; a line
+A quote is a block tagged python below a line `FILE.py: Class.method`, or `FILE.py` for a whole
+module, in backticks. Its lines follow one another in the source as they do in the block; a line
 `...` stands for lines that are left out. The indent of a method counts from its own first line.
 """
 
@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.docs.pages import PAGES
 
 MARKED = re.compile(
-    r"^<!-- (?P<file>\S+\.py)(?:: (?P<name>[\w.]+))? -->\n```python\n(?P<text>.*?)^```$",
+    r"^`(?P<file>\S+\.py)(?:: (?P<name>[\w.]+))?`\n\n```python\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 QUOTES = [
@@ -77,9 +77,10 @@ def missing(quoted: Sequence[str], source: Sequence[str]) -> str | None:
 
 @pytest.mark.parametrize(("page", "match"), QUOTES)
 def test_a_quote_is_what_stands_in_the_source(page: str, match: re.Match[str]):
-    line = missing(dedent(match["text"]).splitlines(), lines_of(match["file"], match["name"]))
+    line = missing(match["text"].splitlines(), lines_of(match["file"], match["name"]))
     marker = match[0].splitlines()[0]
-    assert line is None, f"docs/{page} quotes {line!r} by {marker}, and it does not stand there"
+    told = f"docs/{page} quotes {line!r} from {marker}, where it does not stand so; correct the page"
+    assert line is None, told
 
 
 def test_every_block_of_python_in_the_tour_is_a_quote():
