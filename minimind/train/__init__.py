@@ -1,8 +1,9 @@
 """The training of a run, and `minimind.train(...)`, which is this package called as a function.
 
 The loop and its actions between steps are in `loop.py`, what a start decides and refuses in
-`start.py`, what it builds in `pretrain.py`. The package is a callable module, so that
-`minimind.train(...)` and `import minimind.train.loop` both work; torch is imported by the call.
+`start.py`, what it builds in `pretrain.py`; `rollback.py` goes back before loss spikes. The
+package is a callable module, so that `minimind.train(...)` and `import minimind.train.loop` both
+work; torch is imported by the call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Go back to a checkpoint before a series of spikes, and leave their rows out."""
+"""Go back to a checkpoint before a series of spikes, and leave their rows out.
+
+Not in `recovery`, which knows no loop: what the loop shares is built anew here.
+"""
 
 from __future__ import annotations
 
