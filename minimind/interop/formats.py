@@ -285,7 +285,8 @@ class Gguf(Llama):
         kind, scaling = super().model_type(config), config.rope_scaling
         lacks = {
             "llama3 rotations": scaling and scaling["rope_type"] == "llama3" and kind != "llama",
-            "head_dim": kind == "qwen2" and "head_dim" in vars(config),
+            "head_dim": kind == "qwen2"
+            and config.head_dim * config.num_attention_heads != config.hidden_size,
             # llama.cpp has the number in its code.
             "no_rope_interval but 4": kind == "smollm3" and config.no_rope_layer_interval != 4,
         }

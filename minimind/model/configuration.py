@@ -52,6 +52,8 @@ class MiniMindConfig(PretrainedConfig, DecoderConfig):
             kwargs["attn_implementation"] = "eager"
         PretrainedConfig.__post_init__(self, **kwargs)
         DecoderConfig.__post_init__(self)
+        if self.rope_scaling is None:
+            del self.rope_scaling  # of the instance: a null in config.json makes transformers warn
         if self.doc_mask and self.eos_token_id is None:
             raise ValueError("doc_mask=True needs an eos_token_id, at which documents end.")
         if self.use_moe and not 0 < self.num_experts_per_tok <= self.n_routed_experts:

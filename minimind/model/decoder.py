@@ -62,18 +62,15 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Derive the widths that are 0; raise ValueError for a shape that cannot be built."""
-        width, heads, key_heads = (
-            self.hidden_size,
-            self.num_attention_heads,
-            self.num_key_value_heads,
-        )
+        width, heads = self.hidden_size, self.num_attention_heads
         if not self.head_dim and width % heads:
             raise ValueError(
                 f"hidden_size={width} cannot be divided by num_attention_heads={heads}."
             )
-        if heads % key_heads:
+        if heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads={heads} cannot be divided by num_key_value_heads={key_heads}."
+                f"num_attention_heads={heads} cannot be divided by"
+                f" num_key_value_heads={self.num_key_value_heads}."
             )
         self.head_dim = self.head_dim or width // heads
         self.intermediate_size = self.intermediate_size or feed_forward_width(width)
@@ -124,7 +121,7 @@ def heads(
 class Attention(nn.Module):
     """Causal grouped-query attention: H / K query heads share a key/value head."""
 
-    def __init__(self, config: Any, layer: int):
+    def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         width, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
         query_heads, key_heads = config.num_attention_heads, config.num_key_value_heads
@@ -202,7 +199,7 @@ class PlainAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer 2020) without biases."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -224,7 +221,7 @@ class Block(nn.Module):
 
     feed_forward: Callable[[Any], nn.Module] = FeedForward
 
-    def __init__(self, config: Any, layer: int):
+    def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)

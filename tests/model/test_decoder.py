@@ -5,7 +5,10 @@ E model width, V vocabulary.
 """
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +25,11 @@ from transformers import DynamicCache
 from minimind.model import decoder, kernels
 from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindModel
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.decoder import Attention, PlainAttention, RMSNorm
+from minimind.model.decoder import Attention, Decoder, DecoderConfig, PlainAttention, RMSNorm
 from minimind.model.kernels import flash_attention
 from minimind.model.rotary import Rotary, build_pos_cis, pos_cis_as_reals
 from minimind.runtime.device import KINDS
+from tests.conftest import ROOT
 
 B, T, V = 3, 11, 97
 
@@ -503,3 +507,37 @@ def test_parameters_have_the_names_of_llama(model: MiniMindForCausalLM):
     others = {name for name in model.state_dict() if ".layers." not in name}
     assert others == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
     assert all(isinstance(layer.self_attn, Attention) for layer in model.model.layers)
+
+
+def test_the_decoder_runs_alone_without_transformers_as_its_first_lines_say():
+    lines = (decoder.__doc__ or "").splitlines()
+    code = "\n".join(line[4:] for line in lines if line.startswith("    "))
+    program = "import sys, torch\nfrom minimind.model.decoder import Decoder, DecoderConfig\n"
+    program += f"{code}\nassert 'transformers' not in sys.modules\nprint(tuple(logits_BTV.shape))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "(2, 64, 6400)\n", done.stderr
+
+
+def test_the_decoder_alone_is_the_one_of_transformers():
+    config = DecoderConfig(V, 48, num_hidden_layers=3, num_attention_heads=6, qk_norm=True)
+    torch.manual_seed(1)
+    alone = Decoder(config).reset_parameters()
+    model = MiniMindModel(MiniMindConfig(**vars(config)))
+    model.load_state_dict(alone.state_dict())
+    ids = torch.randint(V, (2, 20))
+    assert torch.equal(alone(ids), model(ids).last_hidden_state)
+    assert torch.equal(alone(alone.embed_tokens(ids)), alone(ids))
+    written_out = Decoder(replace(config, use_flash_attn=False))
+    written_out.load_state_dict(alone.state_dict())
+    torch.testing.assert_close(written_out(ids), alone(ids), rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_the_decoder_alone_are_drawn_as_those_of_a_model():
+    config = DecoderConfig(512, 192, num_attention_heads=6, qkv_bias=True)
+    model = MiniMindModel(MiniMindConfig(**vars(config)))
+    for name, weight in Decoder(config).reset_parameters().state_dict().items():
+        theirs = model.state_dict()[name]
+        if weight.ndim == 1:
+            assert torch.equal(weight, theirs)
+        else:
+            assert float(weight.std()) == pytest.approx(float(theirs.std()), rel=0.03)
