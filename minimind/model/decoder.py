@@ -157,11 +157,8 @@ class Attention(nn.Module):
         v_BTKD = self.v_proj(x_BTE).unflatten(-1, (-1, self.head_dim))
         if sequence is not None:
             q_BTHD, k_BTKD, v_BTKD = sequence.to_heads(q_BTHD, k_BTKD, v_BTKD)
-        q_BHTD, k_BKSD, v_BKSD = (
-            q_BTHD.transpose(1, 2),
-            k_BTKD.transpose(1, 2),
-            v_BTKD.transpose(1, 2),
-        )
+        q_BHTD = q_BTHD.transpose(1, 2)
+        k_BKSD, v_BKSD = k_BTKD.transpose(1, 2), v_BTKD.transpose(1, 2)
         if cache is not None:
             k_BKSD, v_BKSD = cache.update(k_BKSD, v_BKSD, self.layer)
         if self.config.is_fused:
