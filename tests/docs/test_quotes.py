@@ -79,7 +79,7 @@ def missing(quoted: Sequence[str], source: Sequence[str]) -> str | None:
 def test_a_quote_is_what_stands_in_the_source(page: str, match: re.Match[str]):
     line = missing(match["text"].splitlines(), lines_of(match["file"], match["name"]))
     marker = match[0].splitlines()[0]
-    told = f"docs/{page} quotes {line!r} from {marker}, where it does not stand so; correct the page"
+    told = f"docs/{page}: {line!r} of the quote {marker} does not stand there so; correct the page"
     assert line is None, told
 
 
