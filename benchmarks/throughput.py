@@ -1,7 +1,7 @@
 """Tokens/s and peak memory of whole training loops, which take turns step by step.
 
     OMP_NUM_THREADS=2 python -m benchmarks.throughput TEXT.jsonl [--model 26m] [--rows 8]
-        [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32] [--against CHECKOUT]
+        [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32] [--against CHECKOUT ...]
         [--out FILE.json]
 
 litgpt takes part if it is installed (docs/measurements.md).
@@ -13,7 +13,7 @@ seconds of the process are reported besides wall time, as they are less affected
 Memory is the peak of resident memory with imports and compilation: each compiles without a cache.
 All compute in bf16 unless --dtype is given: ours and the Trainer with bf16 weights and fp32 master
 weights, as in DeepSpeed, the plain loops with fp32 weights under autocast. With --against, every
-contender runs a second time, from another checkout of this repository.
+contender with our model also runs from other checkouts of this repository.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from minimind.config.parse import parse_flags
 
 WARM = 4  # steps before the first round: compilation, first use of memory
 BASE, BARE = "Llama, eager loop", "bare compiled loop"
+OTHERS = (BASE, "Llama, Trainer, ZeRO-2", "litgpt, eager loop")  # have nothing of this repository
 
 
 class Contender:
@@ -229,7 +230,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=WARM)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=(here := installed()))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--against", type=Path, nargs="+", default=[], metavar="CHECKOUT")
     given = parser.parse_args()
     if missing := [name for name in given.only if name not in here]:
         raise SystemExit(f"{missing[0]}: litgpt is not installed (docs/measurements.md)")
@@ -239,15 +240,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
         starts: dict[str, Callable[[], Contender]] = {}
-        for checkout in (None, given.against) if given.against else (None,):
+        for checkout in (None, *given.against):
             place = folder / str(len(starts))
             place.mkdir()
             shutil.copy(given.text, place / "text.jsonl")
             for name in given.only:
+                if checkout and name in OTHERS:
+                    continue
                 options = {"environment": fresh_compile_cache(place, len(starts))}
                 options |= {"checkout": checkout}
                 what = (name, given.model, given.rows, place, ("--dtype", given.dtype))
-                starts[f"{name}, against" if checkout else name] = partial(
+                starts[f"{name}, {checkout.name}" if checkout else name] = partial(
                     Contender, *what, **options
                 )
         found = race(starts, given.rounds, given.warm)

@@ -1,6 +1,6 @@
 """The configuration of the decoder for transformers."""
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -40,6 +40,10 @@ class MiniMindConfig(PretrainedConfig, DecoderConfig):
         "hidden_dim": "intermediate_size",
         "max_seq_len": "max_position_embeddings",
     }
+
+    if TYPE_CHECKING:  # fields of transformers and short names are arguments, too
+
+        def __init__(self, **fields: Any) -> None: ...
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Apply the short names, then derive and check the shape."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +31,7 @@ from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindModel
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import Rotary
 from minimind.runtime.device import HOST, Host
+from tests.conftest import ROOT
 
 TINY = MiniMindConfig(
     vocab_size=96, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
@@ -42,6 +45,31 @@ class WithIdleHead(MiniMindForCausalLM):
     def __init__(self, config: MiniMindConfig) -> None:
         super().__init__(config)
         self.idle = nn.Linear(4, 4, bias=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
+def test_freed_memory_is_kept_for_the_next_step_unless_the_user_set_the_allocator():
+    code = """
+import resource, torch
+from minimind.engine.build import keep_freed_memory
+
+def faults() -> int:
+    torch.ones(1 << 24)  # 64 MiB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+keep_freed_memory({"MALLOC_ARENA_MAX": "2"})
+returned = faults()
+keep_freed_memory({})
+print(returned, faults())
+"""
+    environ = {k: v for k, v in os.environ.items() if "MALLOC" not in k and "THP" not in k}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True
+    )
+    returned, kept = map(int, done.stdout.split())
+    assert kept < 100 < 10_000 < returned
 
 
 def test_rtx_40_with_an_old_driver_run_as_under_accelerate_launch(monkeypatch: pytest.MonkeyPatch):
