@@ -92,7 +92,9 @@ def _partitioned(engine: Any, base: Any, names: dict[Any, str]) -> ZeroState:
         size = int(z.partition_size[g])
         first = torch.distributed.get_rank(group=z.real_dp_process_group[g]) * size
         params, offsets = z.round_robin_bit16_groups[g], z.round_robin_bit16_offsets[g]
-        fragments += _split(zip(params, offsets, strict=True), names, flat, first, first + size)
+        fragments += fragments_of(
+            zip(params, offsets, strict=True), names, flat, first, first + size
+        )
     return ZeroState(base, fragments, partial(_gather_and_link, z), _no_op)
 
 
@@ -102,7 +104,7 @@ def _partitioned_bf16(engine: Any, base: Any, names: dict[Any, str]) -> ZeroStat
     fragments = []
     for g, flat in enumerate(z.fp32_groups_flat_partition):
         first = torch.distributed.get_rank(group=z.real_dp_process_group[g]) * flat.numel()
-        fragments += _split(
+        fragments += fragments_of(
             _with_offsets(z.bf16_groups[g]), names, flat, first, first + flat.numel()
         )
     return ZeroState(base, fragments, partial(_gather_and_link, z), _no_op)
@@ -120,7 +122,7 @@ def _with_offsets(params: list[Any]) -> Iterable[tuple[Any, int]]:
     return zip(params, accumulate((p.numel() for p in params), initial=0), strict=False)
 
 
-def _split(
+def fragments_of(
     params: Iterable[tuple[Any, int]], names: dict[Any, str], flat: Tensor, first: int, last: int
 ) -> list[Fragment]:
     """Fragments of parameters inside `flat`, elements first..last of the whole vector."""
