@@ -27,6 +27,8 @@ from minimind.cli.train import CoordCheck, Launch, Sweep, Train
 from minimind.config.command_line import Parser, PrintCompletion, parser_of
 from minimind.config.foreign_flags import equivalent_command
 from minimind.config.names import is_of_other_locale, suggest, utf8_fault
+from minimind.config.parse import CHOICES
+from minimind.config.parse import build_parser as run_parser
 from minimind.config.paths import ORIGINS, naming_flags
 from minimind.config.run_config import DISTRIBUTION
 from minimind.errors import Interrupted, RunError, UsageError, known_error
@@ -76,7 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
         example=EXAMPLE,
     )
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
-    parser.add_argument("--print_completion", action=PrintCompletion, command="minimind")
+    classes = {name: one for name, one in COMMANDS.items() if isinstance(one, type)}
+    of_run = [name for name, one in classes.items() if issubclass(one, OfRunFlags)]
+    completed = {"command": "minimind", "known": CHOICES, "run": run_parser, "of_run": of_run}
+    parser.add_argument("--print_completion", action=PrintCompletion, **completed)
     subs = parser.add_subparsers(
         dest="command", required=True, parser_class=Parser, metavar="COMMAND"
     )

@@ -24,27 +24,25 @@ class StartScript(OfRunFlags):
     adds_help = False
     debug: bool = field(default=False, init=False)
 
-    def prints_help(self, name: str) -> bool:
-        """Print the flags under the name of this command if --help is given; return whether."""
-        is_given = not {"--help", "-h"}.isdisjoint(self.run_flags)
-        if is_given:
-            build_parser(f"minimind {name}").print_help()
-        return is_given
+    def print_help_if_asked(self, name: str) -> None:
+        """Print the flags under the name of this command and exit if --help is given."""
+        for at, word in enumerate(self.run_flags):
+            if word in ("--help", "-h"):
+                build_parser(f"minimind {name}").parse_args(self.run_flags[at : at + 2])
 
 
 @dataclass(kw_only=True)
 class Train(StartScript):
     """Pretrain in this process, as train_pretrain.py does.
 
-    Takes the flags of train_pretrain.py; `minimind train --help` lists them.
+    Takes the flags of train_pretrain.py; `minimind train --help all` lists them.
     """
 
     example = "minimind train --model tiny --data_path my_text.jsonl --out_dir out/mine"
 
     def execute(self) -> None:
         """Train in this process; raise SystemExit with the status of the run."""
-        if self.prints_help("train"):
-            return
+        self.print_help_if_asked("train")
         from minimind.launch.train_pretrain import main
 
         sys.exit(main(self.run_flags))
@@ -55,7 +53,7 @@ class Launch(StartScript):
     """Pretrain on all GPUs, as run_accelerate.sh does.
 
     Without a GPU, on two CPU processes. Takes the flags of train_pretrain.py; `minimind train
-    --help` lists them.
+    --help all` lists them.
     """
 
     example = "minimind launch --model tiny --data_path my_text.jsonl --out_dir out/mine"
@@ -65,8 +63,7 @@ class Launch(StartScript):
 
         This does not return unless --help is given.
         """
-        if self.prints_help("launch"):
-            return
+        self.print_help_if_asked("launch")
         launcher = Path(__file__).resolve().parents[1] / "launch" / "launcher.py"
         python = os.environ.get("PYTHON") or sys.executable
         try:

@@ -6,11 +6,11 @@ import argparse
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from minimind.config.flags import format_default
-from minimind.config.names import unknown_flag
+from minimind.config.names import suggest, unknown_flag
 from minimind.errors import UsageError
 
 EXAMPLE = "example:"
@@ -30,10 +30,70 @@ class Formatter(argparse.HelpFormatter):
         return text if text.startswith(EXAMPLE) else super()._fill_text(text, width, indent)
 
 
+class PrintHelp(argparse.Action):
+    """`--help`: print the flags that most runs need; `--help GROUP` those of a group, or `all`."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, common: Collection[str], **_: Any
+    ) -> None:
+        help = "print the flags of most runs, and end; --help all: every flag"
+        super().__init__(option_strings, argparse.SUPPRESS, "?", metavar="GROUP", help=help)
+        self.default = argparse.SUPPRESS
+        self.common = common
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, _: object = None
+    ) -> None:
+        """Print them, by a pager if all are asked for on a terminal, and exit."""
+        groups = self.groups(parser)
+        titles = [f"{title} ({len(group._group_actions)})" for title, group in groups.items()]
+        more = f"more: --help GROUP, or --help all; groups: {', '.join(titles)}"
+        if values == "all":
+            page(parser.format_help())
+        elif values is None:
+            actions = [action for action in parser._actions if action.dest in self.common]
+            order = {name: number for number, name in enumerate(self.common)}
+            actions.sort(key=lambda action: order[action.dest])
+            print(_help_of(parser, {"flags of most runs": actions}) + f"\n{more}")
+        elif values in groups:
+            print(_help_of(parser, {values: groups[values]._group_actions}))
+        else:
+            raise UsageError(f"--help {values}: no such group; {suggest(values, [*groups], more)}")
+        parser.exit()
+
+    def groups(self, parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
+        """Groups of flags by title, without the two that argparse has: positional, and options."""
+        return {str(group.title): group for group in parser._action_groups[2:]}
+
+
+def _help_of(parser: argparse.ArgumentParser, parts: Mapping[str, list[argparse.Action]]) -> str:
+    """The help of some arguments by title."""
+    formatter = parser._get_formatter()
+    formatter.add_usage(parser.usage, parser._actions, ())
+    formatter.add_text(parser.description)
+    for title, actions in parts.items():
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+    formatter.add_text(parser.epilog)
+    return formatter.format_help()
+
+
+def page(text: str) -> None:
+    """Print a long text, by the pager of the user where there is a terminal."""
+    if not sys.stdout.isatty():
+        print(text, end="")
+        return
+    import pydoc
+
+    pydoc.pager(text)
+
+
 class PrintCompletion(argparse.Action):
     """`--print_completion SHELL`: print the completion script of `command` and exit.
 
-    `known` maps dest to choices that argparse does not validate itself.
+    `known` maps dest to choices that argparse does not validate itself. `of_run` are the commands
+    that take the flags of `run` too.
     """
 
     def __init__(
@@ -42,12 +102,15 @@ class PrintCompletion(argparse.Action):
         dest: str,
         command: str,
         known: Mapping[str, Sequence[str]] | None = None,
+        run: Callable[[], argparse.ArgumentParser] | None = None,
+        of_run: Collection[str] = (),
         **_: Any,
     ) -> None:
         shells = ("bash", "zsh", "tcsh")
         help = "print the completion script for a shell, and end"
         super().__init__(option_strings, argparse.SUPPRESS, choices=shells, help=help)
         self.command, self.known = command, known or {}
+        self.run, self.of_run = run, of_run
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: object, values: Any, _: object = None
@@ -56,9 +119,18 @@ class PrintCompletion(argparse.Action):
         import shtab
 
         parser = copy.deepcopy(parser)  # others parse with this one
+        for name, below in commands_of(parser):
+            if self.run and name in self.of_run:
+                if isinstance(below, Parser):
+                    below.complete()
+                for action in copy.deepcopy(self.run())._actions:
+                    if not {*action.option_strings} & {*below._option_string_actions}:
+                        below._add_action(action)
         for subparser in all_parsers(parser):
             for action in subparser._actions:
                 action.choices = action.choices or self.known.get(action.dest)
+                if isinstance(action, PrintHelp):
+                    action.choices = [*action.groups(self.run() if self.run else parser), "all"]
                 if action.nargs != 0 and not action.choices:
                     setattr(action, "complete", shtab.FILE)  # noqa: B010 (shtab's, not declared)
         parser.prog = self.command

@@ -589,6 +589,11 @@ FLAGS = {
     for group in GROUPS
     for f in fields(group)
 }
+# Those of `--help`, in its order: what most runs need.
+COMMON = ("data_path", "out_dir", "model", "config", "max_steps", "epochs", "batch_size")
+COMMON += ("accumulation_steps", "max_seq_len", "learning_rate", "optimizer", "dtype", "device")
+COMMON += ("deepspeed_config", "tokenizer", "init_from", "resume", "save_interval")
+COMMON += ("eval_interval", "dry_run")
 # What decides each flag that has a rule.
 RULED = {name: flag.rule for name, flag in FLAGS.items() if flag.rule}
 

@@ -14,7 +14,7 @@ from minimind.config.foreign_flags import equivalent_flag
 from minimind.runtime import disk
 
 
-def suggest(name: str, names: Sequence[str], otherwise: str = "--help lists every flag") -> str:
+def suggest(name: str, names: Sequence[str], otherwise: str = "--help all lists every flag") -> str:
     """Suggest the name closest to an unknown one; `otherwise` if none is close."""
     plain = {known.lstrip("-"): known for known in names}
     word = str(name).lstrip("-")

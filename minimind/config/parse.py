@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from minimind.config.checks import check, conflicts
-from minimind.config.command_line import Parser, PrintCompletion
-from minimind.config.flags import AUTO, FLAGS, RULED, SHAPE, Flag
+from minimind.config.command_line import Parser, PrintCompletion, PrintHelp
+from minimind.config.flags import AUTO, COMMON, FLAGS, RULED, SHAPE, Flag
 from minimind.config.foreign_flags import equivalent_flag
 from minimind.config.names import suggest
 from minimind.config.origin import DEFAULT, OPEN, Origin, Rank
@@ -36,6 +36,7 @@ from minimind.runtime.file_kinds import form_of_folder
 from minimind.runtime.urls import HUB_PREFIX
 
 PRESETS = CONFIGS / "models"
+CHOICES = {name: flag.choices for name, flag in FLAGS.items() if flag.choices}
 
 
 @cache  # it takes longer than parsing
@@ -47,11 +48,12 @@ def build_parser(prog: str = "train_pretrain.py") -> Parser:
         usage=f"{prog} [--flag value ...]",
         description="Pretrain a MiniMind decoder under DeepSpeed ZeRO.",
         example=f"{prog} --data_path my_text.jsonl --model tiny --dry_run",
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=PrintHelp, common=COMMON)
     parser.add_argument("--version", action="version", version=DISTRIBUTION)
     # After `python`, a shell completes the words of Python itself.
-    known = {name: flag.choices for name, flag in FLAGS.items() if flag.choices}
-    completed = {"action": PrintCompletion, "command": "run_accelerate.sh", "known": known}
+    completed = {"action": PrintCompletion, "command": "run_accelerate.sh", "known": CHOICES}
     parser.add_argument("--print_completion", **completed)
     titles = dict.fromkeys(flag.group for flag in FLAGS.values())
     groups = {title: parser.add_argument_group(title) for title in titles}

@@ -13,7 +13,7 @@ from minimind.cli import main as cli
 from minimind.cli.command import Command, OfRunFlags
 from minimind.config import parse as flags
 from minimind.config.command_line import EXAMPLE, all_parsers
-from minimind.config.flags import FLAGS
+from minimind.config.flags import COMMON, FLAGS
 from minimind.config.parse import parse_flags
 
 TRAIN = flags.build_parser()
@@ -138,8 +138,34 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
     assert completed("minimind", "gen") == ["generate"]
     assert completed("minimind", "checkpoint", "pr") == ["prune"]
     assert completed("minimind", "generate", "--max_") == ["--max_new_tokens"]
+    for command in ("train", "launch", "plan"):  # which take the flags of a run, too
+        assert completed("minimind", command, "--deep") == ["--deepspeed_config"]
+        assert completed("minimind", command, "--schedule", "w") == ["wsd"]
+    assert completed("minimind", "train", "--help", "opt") == ["optimizer"]
     assert completed("minimind", "generate", "--device", "c") == ["cpu", "cuda"]
     assert completed("minimind", "eval", "--data", "my") == ["my_text.jsonl"]
     assert completed("run_accelerate.sh", "--dtype", "b") == ["bfloat16"]
     assert completed("run_accelerate.sh", "--data_path", "my") == ["my_text.jsonl"]
     assert "--learning_rate" in completed("run_accelerate.sh", "--l")
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_help_of_a_run_shows_what_most_runs_need_then_a_group_then_all(command, capsys):
+    def printed(*topic: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--model", "tiny", "--help", *topic])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    first = printed()
+    assert set(re.findall(r"^  --(\w+)", first, re.MULTILINE)) == {*COMMON}
+    assert [line for line in first.splitlines() if line.startswith("more: ")]
+    assert re.search(r"^  --muon_momentum\b", printed("optimizer"), re.MULTILINE)
+    every = set(re.findall(r"^  --(\w+)", printed("all"), re.MULTILINE))
+    assert every >= {*FLAGS}
+    for group in {flag.group for flag in FLAGS.values()}:
+        assert f"{group} (" in first
+        found = set(re.findall(r"^  --(\w+)", printed(group), re.MULTILINE))
+        assert found == {name for name, flag in FLAGS.items() if flag.group == group}
+    assert cli.main([command, "--help", "optimzer"]) == 2
+    assert "did you mean optimizer?" in capsys.readouterr().err

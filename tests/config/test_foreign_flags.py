@@ -126,7 +126,7 @@ def test_every_command_of_ours_in_the_table_is_one_and_no_name_of_theirs_is_ours
 
 @pytest.mark.parametrize("word", ["--frobnicate", "--quux_size", "--tokens_per_second"])
 def test_no_hint_is_better_than_a_wrong_one(word: str):
-    assert error_of(word) == f"unknown flag {word}; --help lists every flag"
+    assert error_of(word) == f"unknown flag {word}; --help all lists every flag"
 
 
 @pytest.mark.parametrize(
