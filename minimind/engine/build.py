@@ -139,8 +139,10 @@ def _deepspeed(
     return backend, accelerator.device
 
 
-def keep_freed_memory(environ: Mapping[str, str]) -> None:
+def keep_freed_memory(environ: Mapping[str, str], keeps: bool = True) -> None:
     """Let this process keep what tensors free, for the next step. Settings of the user are kept.
+
+    keeps=False returns it, and restores the defaults: a notebook goes on after the run.
 
     glibc returns large blocks to the kernel at once, and each step faults them again: the search
     for huge pages then takes up to a sixth of a step where other processes use the memory. Without
@@ -148,9 +150,11 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in environ):
         return
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)  # never
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0 if keeps else 1 << 16)
+        libc.mallopt(M_TRIM_THRESHOLD, -1 if keeps else 1 << 17)  # -1: never
+        if not keeps:
+            libc.malloc_trim(0)
 
 
 def leave_out_shm_comm() -> None:

@@ -1,5 +1,5 @@
 """The decoder: RMSNorm, grouped-query attention, SwiGLU, rotary position, a loss as sum and count.
 
-A model variant starts in `configuration.py` and `layers.py`. Exports include these modules as
-remote code.
+A model variant starts in `decoder.py`, its fields for transformers in `configuration.py`. Exports
+include these modules as remote code.
 """

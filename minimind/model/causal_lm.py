@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import Block, Decoder, PlainAttention, draw_weights
-from minimind.model.experts import ExpertBlock, take_routing
+from minimind.model.experts import ExpertBlock, combine_routings
 from minimind.model.kernels import is_traced
 from minimind.model.loss import IGNORED, chunked_loss, next_token_loss
 from minimind.model.masks import cache_sizes, document_positions, eos_starts, make_attention_mask
@@ -73,7 +73,6 @@ class MiniMindPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": Block, "attentions": OutputRecorder(PlainAttention, 1)}  # noqa: RUF012 (declared mutable by the base class)
-    _no_split_modules = {"DenseBlock", "ExpertBlock"}  # noqa: RUF012 (likewise)
     _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012 (as above; both names)
     # DDP broadcasts buffers, and NCCL refuses complex numbers (gloo does not).
     _ddp_params_and_buffers_to_ignore: ClassVar[list[str]] = ["model.pos_cis", "model.pos_reals"]
@@ -98,6 +97,8 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
     def __init__(self, config: MiniMindConfig):
         MiniMindPreTrainedModel.__init__(self, config)
         Decoder.__init__(self, config)
+        # Not a constant of the class: FSDP of Accelerate raises for a class that no module has.
+        self._no_split_modules = {type(block).__name__ for block in self.layers}
         self.post_init()
 
     def make_block(self, layer: int) -> nn.Module:
@@ -180,8 +181,10 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
             mask = make_attention_mask(
                 self.config, x_BTE, past, attention_mask, starts_BT, keys, length
             )
-        out = MiniMindModelOutput(super().forward(x_BTE, rotary, mask, cache, sequence), cache)
-        if self.config.use_moe and (routing := take_routing(self.layers)) is not None:
+        routings: list[Any] | None = [] if self.config.use_moe else None
+        x_BTE = super().forward(x_BTE, rotary, mask, cache, sequence, also=routings)
+        out = MiniMindModelOutput(x_BTE, cache)
+        if routings and (routing := combine_routings(routings)) is not None:
             out["aux_loss"], out["expert_load"] = routing
         return out
 

@@ -255,16 +255,22 @@ class Decoder(nn.Module):
         """The block of a layer, from 0."""
         return Block(self.config, layer)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None, *context: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary | None = None, *context: Any, also: list[Any] | None = None
+    ) -> Tensor:
         """Return final hidden states (B, T, E) of token ids (B, T), or of embeddings (B, T, E).
 
-        Positions begin at 0 if `rotary` is None; `context` is what Attention takes after it.
+        Positions begin at 0 if `rotary` is None; `context` is what Attention takes after it. A
+        block with more outputs than its hidden states adds the others to `also`.
         """
         x_BTE = x if x.is_floating_point() else self.embed_tokens(x)
         if rotary is None:
             rotary = self.rotary_at(slice(x_BTE.shape[1]))
         for block in self.layers:
             x_BTE = block(x_BTE, rotary, *context)
+            if also is not None:
+                x_BTE, *others = x_BTE
+                also.append(others)
         return self.norm(x_BTE)
 
     def rotary_at(self, index: Tensor | slice) -> Rotary:

@@ -6,7 +6,7 @@ Shape letters: B rows, T positions, N = B T tokens, X routed experts, C experts 
 S = N C visits, E model width, L layers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,26 +104,19 @@ class MixtureOfExperts(nn.Module):
 
 
 class ExpertBlock(GradientCheckpointingLayer, Block):
-    """A block with a mixture of experts; `routing` is that of the last forward pass in training."""
+    """A block with a mixture of experts."""
 
     feed_forward = MixtureOfExperts
-    routing: Routing | None = None
 
-    def forward(self, x_BTE: Tensor, *context: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] (see __call__)
+    def forward(self, x_BTE: Tensor, *context: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] (Decoder takes both)
         """Output (B, T, E), followed by the fields of Routing in training.
 
+        Returned, so that the gradient passes through what wraps a block (FSDP, checkpointing).
         Flat, because reentrant checkpointing finds no gradient in a nested tuple.
         """
         x_BTE, normed_BTE = self._attend(x_BTE, *context)
         y_BTE, *routing = self.mlp(normed_BTE)
         return x_BTE + y_BTE, *routing
-
-    def __call__(self, x_BTE: Tensor, *context: Any) -> Tensor:
-        """Output (B, T, E). The routing is kept here, where checkpointing has returned it."""
-        x_BTE, *routing = super().__call__(x_BTE, *context)
-        if routing:
-            self.routing = Routing(*routing)
-        return x_BTE
 
     def _attend(self, x_BTE: Tensor, *context: Any) -> tuple[Tensor, Tensor]:
         """Add the attention; return the residual stream and the input of the feed-forward."""
@@ -136,12 +129,10 @@ class ExpertBlock(GradientCheckpointingLayer, Block):
         return [(self, "_attend"), *experts.compiled_methods()]
 
 
-def take_routing(blocks: Iterable[Any]) -> Routing | None:
-    """Take the routing that the blocks kept: summed losses, stacked loads (L, X); None: of none."""
-    layers = [block.routing for block in blocks if getattr(block, "routing", None)]
+def combine_routings(routings: Iterable[Sequence[Tensor]]) -> Routing | None:
+    """Sum the losses of all layers and stack their loads (L, X); None: of no routing."""
+    layers = [Routing(*routing) for routing in routings if routing]
     if not layers:
         return None
-    for block in blocks:
-        block.routing = None  # it holds the graph of the backward pass
     aux_loss = torch.stack([routing.aux_loss for routing in layers]).sum()
     return Routing(aux_loss, torch.stack([routing.load for routing in layers]))

@@ -29,12 +29,18 @@ from minimind.config.origin import Rank
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.rows.order import Order
-from minimind.engine.build import Engine, build_engine, leave_process_group, print_collectives
+from minimind.engine.build import (
+    Engine,
+    build_engine,
+    keep_freed_memory,
+    leave_process_group,
+    print_collectives,
+)
 from minimind.errors import StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.slowness import Verdicts
 from minimind.runtime import disk
-from minimind.runtime.device import device_kind
+from minimind.runtime.device import HOST, device_kind
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
@@ -126,6 +132,8 @@ def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup:
     cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved))
     engine = build_engine(plan.resolved, plan.initial.build(run, prepared), plan.setup.device)
     del store
+    if engine.kind is HOST:
+        cleanup.callback(keep_freed_memory, os.environ, keeps=False)
     cleanup.callback(engine.release)
     engine.introduce(progress.peers)
     require_shared_folder(engine, out_dir)

@@ -3,6 +3,8 @@
 Shape letters: B rows, T positions, X routed experts, E model width.
 """
 
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from transformers import StaticCache
 
 from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
@@ -217,6 +224,38 @@ def test_recomputed_blocks_route_as_before_bit_for_bit(reentrant: bool):
     assert not torch.equal(
         without["model.layers.0.mlp.gate.weight"], kept["model.layers.0.mlp.gate.weight"]
     )
+
+
+@pytest.mark.parametrize("kind", CheckpointImpl)
+def test_blocks_in_a_wrapper_of_torch_route_as_before_bit_for_bit(kind: CheckpointImpl):
+    def step(wraps: bool) -> list[Tensor]:
+        model = moe(aux_loss_alpha=5.0).train()
+        if wraps:
+            blocks = set(model.model.layers)
+            wrapper = partial(checkpoint_wrapper, checkpoint_impl=kind)
+            apply_activation_checkpointing(model, wrapper, blocks.__contains__)
+        model(ids(), labels=ids()).loss.backward()  # the next one is as the first
+        model.zero_grad()
+        out = model(ids(), labels=ids())
+        out.loss.backward()
+        return [out.loss, out.aux_loss, *(weight.grad for weight in model.parameters())]
+
+    torch.testing.assert_close(step(wraps=True), step(wraps=False), rtol=0, atol=0)
+
+
+def test_a_forward_pass_that_fails_leaves_nothing_for_the_next():
+    model = moe()
+    loss = model(ids(), labels=ids()).loss
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.train()(ids(), labels=ids())
+    hook.remove()
+    out = deepcopy(model).eval()(ids(), labels=ids())
+    assert (out.loss, out.aux_loss) == (loss, None)
 
 
 @torch.no_grad()

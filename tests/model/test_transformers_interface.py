@@ -243,3 +243,11 @@ def test_the_whole_model_is_one_graph_with_a_static_cache_too(model: MiniMindFor
     cache = StaticCache(config=model.config, max_cache_len=32)
     pieces = [compiled(ids, past_key_values=cache).logits for ids in IDS.split([6, 1, 2], 1)]
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_moe", [False, True])
+def test_every_class_that_is_not_to_be_split_is_in_the_model(use_moe: bool):
+    """FSDP of Accelerate raises for one that is not."""
+    model = build(use_moe=use_moe)
+    blocks = {type(block).__name__ for block in model.model.layers}
+    assert model._no_split_modules == model.model._no_split_modules == blocks
