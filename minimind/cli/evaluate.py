@@ -156,6 +156,7 @@ class Eval(OfChat, Cached):
             raise UsageError(
                 f"--limit {self.limit} is for --lm_eval and --tasks; give --max_rows, or drop it"
             )
+        self.require_there()
         from minimind.config.launcher_env import read_launch
         from minimind.runtime.object_cache import open_cache
 

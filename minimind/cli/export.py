@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from minimind.cli.command import Output, argument, non_empty, size_in_bytes
 from minimind.cli.model import OfWeights
+from minimind.config.names import no_run, not_there
 from minimind.errors import CheckpointError
 from minimind.interop.formats import ORIGINS, WRITTEN
 
@@ -41,6 +42,8 @@ class Export(OfStoredModel, Output):
 
     def execute(self) -> None:
         """Write a model in another format and print a summary."""
+        if fault := no_run(self.checkpoint, "--checkpoint "):
+            raise CheckpointError(fault)
         from minimind.interop.export import export, output, push_export  # imports torch
         from minimind.interop.model_card import is_ours
         from minimind.interop.weights import Weights, read_weights
@@ -85,6 +88,8 @@ class Import(Output):
 
     def execute(self) -> None:
         """Write a model made elsewhere in our format and print a summary."""
+        if fault := not_there(self.source):
+            raise CheckpointError(fault)
         from minimind.interop.export import export, output  # imports torch
         from minimind.interop.foreign_config import ShapeFlags, check_flags
         from minimind.interop.weights import load_weights_from

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from minimind.cli.command import Command, argument, json_variables, non_empty
 from minimind.config.flags import DEVICES
+from minimind.config.names import no_run, not_there
 from minimind.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class OfModel(OfWeights):
 
         return device_for(self.device, "--device", launch or Launch())
 
+    def require_there(self) -> None:
+        """Raise CheckpointError if there is no such place, before slow imports."""
+        run, model = self.checkpoint or "", self.model or ""
+        if fault := no_run(run, "--checkpoint ") or not_there(model, "--model "):
+            raise CheckpointError(fault)
+
     def load(self) -> tuple[Any, Any, Path]:
         """The model, its tokenizer, and where they are."""
         from minimind.inference.load_model import load_model
@@ -89,6 +96,7 @@ class Sampled(OfModel):
 
     def load_to_sample(self, stop: list[str]) -> tuple[Any, Any, Path, Sampling]:
         """The model on its device, its tokenizer, where they are, and how texts are sampled."""
+        self.require_there()
         from minimind.inference.text import Sampling
 
         names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")
