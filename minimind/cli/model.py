@@ -9,6 +9,7 @@ from minimind.cli.command import Command, argument, json_variables, non_empty
 from minimind.config.flags import DEVICES
 from minimind.config.names import no_run, not_there
 from minimind.errors import CheckpointError
+from minimind.runtime import disk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +76,14 @@ class OfChat(OfModel):
         None, parse=json_variables, metavar="JSON"
     )
     """variables of the template as a JSON object, such as {"enable_thinking": false}"""
+
+    def require_there(self) -> None:
+        """Raise also UsageError if there is no such chat template."""
+        super().require_there()
+        if self.chat_template is not None and disk.is_absent(self.chat_template):
+            from minimind.data.prepare.chat_tokenizer import read_template
+
+            read_template(self.chat_template)  # a shipped one, or none
 
 
 @dataclass(kw_only=True)

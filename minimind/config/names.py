@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from minimind.config.foreign_flags import equivalent_flag
+from minimind.config.foreign_flags import equivalent_flag, equivalent_value
 from minimind.runtime import disk
 from minimind.runtime.urls import HUB_PREFIX
 
@@ -19,6 +20,22 @@ def suggest(name: str, names: Sequence[str], otherwise: str = "--help lists ever
     """Suggest the name closest to an unknown one; `otherwise` if none is close."""
     found = closest(name, names)
     return f"did you mean {found}?" if found else otherwise
+
+
+def suggest_choice(value: Any, choices: Sequence[str], otherwise: str) -> str:
+    """Suggest the choice that a value stands for elsewhere, or is closest; else `otherwise`."""
+    found = equivalent_value(str(value), choices)
+    return f"did you mean {found}?" if found else suggest(str(value), choices, otherwise)
+
+
+def no_such_name(name: str, shipped: Sequence[str], kind: str) -> str:
+    """Describe a value that is neither a shipped name nor a file; name the closest, and all."""
+    path = Path(name).expanduser()
+    every = f"give a file, or {', '.join(shipped)}"
+    _, _, hint = no_such_file(path, every).rpartition("; ")
+    if found := closest(name, shipped):
+        hint = f"did you mean {found}? ({', '.join(shipped)})"
+    return f"{name}: no such {kind} or file; {hint}"
 
 
 def closest(name: str, names: Sequence[str]) -> str | None:
