@@ -34,7 +34,7 @@ class Export(OfStoredModel, Output):
     dtype: str = argument("float32", choices=DTYPES)
     """dtype of the tensors"""
     max_shard_size: int | None = argument(None, parse=size_in_bytes)
-    """maximum size of a file of safetensors (default: 2GB)"""
+    """maximum size of a file of safetensors; a bare number counts GiB (default: 2GB)"""
     push_to_hub: str | None = argument(None, parse=non_empty, metavar="USER/NAME")
     """upload --out to this model of the Hugging Face Hub, which is made if there is none"""
     hub_private_repo: bool = argument(False, needs="push_to_hub")

@@ -143,3 +143,11 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
     assert completed("run_accelerate.sh", "--dtype", "b") == ["bfloat16"]
     assert completed("run_accelerate.sh", "--data_path", "my") == ["my_text.jsonl"]
     assert "--learning_rate" in completed("run_accelerate.sh", "--l")
+
+
+@pytest.mark.parametrize("words", [[], ["data"], ["checkpoint"]], ids=" ".join)
+def test_words_without_a_command_print_the_commands_there_are(capsys, words):
+    assert cli.main(words) == 2
+    output = capsys.readouterr()
+    assert f"usage: {' '.join(['minimind', *words])} " in output.out
+    assert not output.err
