@@ -281,18 +281,28 @@ def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:
 
 
 def require_same_run(
-    directory: Path, saved: dict[str, Any], now: dict[str, Any], allowed: Set[str] = frozenset()
+    directory: Path,
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    allowed: Set[str] = frozenset(),
+    accumulation_steps: int = 0,
 ) -> list[Difference]:
-    """Return the allowed differences; raise CheckpointError with a table for others."""
+    """Return the allowed differences; raise CheckpointError with a table for others.
+
+    With the `accumulation_steps` of this run, the error names those that give the old rows back.
+    """
     changed = differences(saved, now)
     refused = [change for change in changed if change.group not in allowed]
     if refused:
         groups = ",".join(dict.fromkeys(change.group for change in changed))
         text = "; ".join(map(str, refused))
-        if any(change.name == "rows_per_step" for change in refused):
+        back = "give the old values back"
+        if rows := [change for change in refused if change.name == "rows_per_step"]:
             text += "; rows_per_step is --batch_size x --accumulation_steps x processes"
+            steps, rest = divmod(accumulation_steps * (rows[0].old or 0), rows[0].new or 1)
+            back += f" (--accumulation_steps {steps})" if steps and not rest else ""
         raise CheckpointError(
-            f"{directory} belongs to another run ({text}); give the old values back,"
+            f"{directory} belongs to another run ({text}); {back},"
             f" allow it by --allow_change {groups}, or start afresh in another --out_dir",
             table=difference_table(changed, allowed),
         )

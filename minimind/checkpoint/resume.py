@@ -85,13 +85,15 @@ def resume(
     allowed: Set[str] = frozenset(),
     steps: range | None = None,
     verified: Path | None = None,
+    accumulation_steps: int = 0,
 ) -> Resumed:
     """Load the checkpoint of `--resume` into the engine.
 
     `ranks` is a control group with a long timeout, since ranks may read different amounts. Damaged
     and newer checkpoints of `root`, and all of them when resuming from elsewhere, are set aside, so
     that pruning and later resumes ignore them. With `steps`, only checkpoints of these steps count.
-    The files of a `verified` one are not hashed again.
+    The files of a `verified` one are not hashed again. For `accumulation_steps` see
+    `require_same_run`.
     """
     candidates = on_rank_0(ranks, lambda: _candidates(root, requested))
     candidates = [path for path in candidates if steps is None or step_of(path) in steps]
@@ -104,7 +106,8 @@ def resume(
         return Resumed(rejected=rejected)
     manifest = on_rank_0(ranks, lambda: read_manifest(path))
     changed = run_on_all_ranks(
-        ranks, lambda: require_same_run(path, manifest["identity"], identity, allowed)
+        ranks,
+        lambda: require_same_run(path, manifest["identity"], identity, allowed, accumulation_steps),
     )
     _load(engine, ranks, path, manifest)
     on_rank_0(ranks, lambda: _set_aside_others(root, path, {bad.path for bad in rejected}))

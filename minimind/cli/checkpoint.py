@@ -14,6 +14,7 @@ from minimind.checkpoint.directory import Chosen, read_chosen
 from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune, verify_checkpoints
 from minimind.cli.command import Command, Group, Output, argument, size_in_bytes
 from minimind.cli.model import OfWeights
+from minimind.config.names import no_run
 from minimind.errors import CheckpointError, UsageError
 from minimind.report.formats import skipped
 from minimind.runtime import disk
@@ -40,7 +41,9 @@ class OfPlace(Command):
 
     def named(self) -> str:
         """The path that is given, in either way; UsageError for none or two."""
-        return place_of(self.place, self.checkpoint)
+        place = place_of(self.place, self.checkpoint)
+        _require_runs([place], "" if self.checkpoint is None else "--checkpoint ")
+        return place
 
 
 @dataclass(kw_only=True)
@@ -117,6 +120,7 @@ class Diff(Command):
         """Print every difference between two checkpoints; return 1 if there is any."""
         if len(self.places) != 2:
             raise UsageError(f"diff takes two checkpoints, not {len(self.places)}; name two")
+        _require_runs(self.places)
         from minimind.checkpoint.reader import compare  # imports torch
 
         first, second = self.places
@@ -135,10 +139,11 @@ class Whole(OfWeights, Output):
     dtype: str = argument("float32", choices=("float32", "bfloat16"))
     """dtype of the tensors"""
     max_shard_size: int = argument("2GB", parse=size_in_bytes)
-    """maximum size of a file"""
+    """maximum size of a file; a bare number counts GiB"""
 
     def write(self, places: Sequence[str]) -> None:
         """Write the mean of the weights of the checkpoints, and print a summary."""
+        _require_runs(places)
         from minimind.interop.export import consolidate, output
 
         output(self.out, self.force, self.author).require_free()  # before files are hashed
@@ -219,6 +224,12 @@ class Prune(OfPlace):
                 print(f"{done} {pruned.path} ({mebibytes(pruned.bytes)}){damage}")
                 count, total = count + 1, total + pruned.bytes
         print(f"{done} {count} directories, {mebibytes(total)}" if count else "nothing to delete")
+
+
+def _require_runs(places: Sequence[str], flag: str = "") -> None:
+    for place in places:
+        if fault := no_run(place, flag):
+            raise CheckpointError(fault)
 
 
 def _read(place: str, use: Callable[[Path], T]) -> T:

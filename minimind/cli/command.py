@@ -306,14 +306,15 @@ def _type_of(row: Argument) -> Callable[[str], Any]:
 
 
 def size_in_bytes(text: str) -> int:
-    """Parse `24GiB`, `24GB` or `24G`; a bare number of a million or more counts bytes."""
+    """Parse `24GiB`, `24GB` or `24G`; a bare number counts GiB, of a million or more bytes."""
     if re.fullmatch(r"[1-9]\d{6,15}", text.strip()):
         return int(text)
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) *([KMGT])(i?B)?", text.strip(), re.IGNORECASE)
+    form = r"(\d{1,12}(?:\.\d+)?) *(?:([KMGT])(i?B)?)?"
+    match = re.fullmatch(form, text.strip(), re.IGNORECASE)
     if not match or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
     base = 1000 if (match[3] or "").lower() == "b" else 1024
-    return int(float(match[1]) * base ** ("KMGT".index(match[2].upper()) + 1))
+    return int(float(match[1]) * base ** ("KMGT".index((match[2] or "G").upper()) + 1))
 
 
 def count_of_bytes(text: str) -> int:

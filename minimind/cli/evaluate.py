@@ -151,11 +151,14 @@ class Eval(OfChat, Cached):
     def execute(self) -> None:
         """Evaluate a model; of several processes only the first one prints."""
         if not (self.data or self.lm_eval or self.tasks):
-            raise UsageError("there is nothing to evaluate; give --data TEXT, or --lm_eval TASK")
+            raise UsageError(
+                "there is nothing to evaluate; give --data TEXT, --tasks TASK, or --lm_eval TASK"
+            )
         if self.limit is not None and not (self.lm_eval or self.tasks):
             raise UsageError(
                 f"--limit {self.limit} is for --lm_eval and --tasks; give --max_rows, or drop it"
             )
+        self.require_there()
         from minimind.config.launcher_env import read_launch
         from minimind.runtime.object_cache import open_cache
 

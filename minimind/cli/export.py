@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from minimind.cli.command import Output, argument, non_empty, size_in_bytes
 from minimind.cli.model import OfWeights
+from minimind.config.names import no_run, not_there
 from minimind.errors import CheckpointError
 from minimind.interop.formats import ORIGINS, WRITTEN
 
@@ -33,7 +34,7 @@ class Export(OfStoredModel, Output):
     dtype: str = argument("float32", choices=DTYPES)
     """dtype of the tensors"""
     max_shard_size: int | None = argument(None, parse=size_in_bytes)
-    """maximum size of a file of safetensors (default: 2GB)"""
+    """maximum size of a file of safetensors; a bare number counts GiB (default: 2GB)"""
     push_to_hub: str | None = argument(None, parse=non_empty, metavar="USER/NAME")
     """upload --out to this model of the Hugging Face Hub, which is made if there is none"""
     hub_private_repo: bool = argument(False, needs="push_to_hub")
@@ -41,6 +42,8 @@ class Export(OfStoredModel, Output):
 
     def execute(self) -> None:
         """Write a model in another format and print a summary."""
+        if fault := no_run(self.checkpoint, "--checkpoint "):
+            raise CheckpointError(fault)
         from minimind.interop.export import export, output, push_export  # imports torch
         from minimind.interop.model_card import is_ours
         from minimind.interop.weights import Weights, read_weights
@@ -85,6 +88,8 @@ class Import(Output):
 
     def execute(self) -> None:
         """Write a model made elsewhere in our format and print a summary."""
+        if fault := not_there(self.source):
+            raise CheckpointError(fault)
         from minimind.interop.export import export, output  # imports torch
         from minimind.interop.foreign_config import ShapeFlags, check_flags
         from minimind.interop.weights import load_weights_from

@@ -277,6 +277,7 @@ class Chat(OfChat, Sampled):
 
 
 def _load(args: Chat) -> Conversation:
+    args.require_there()
     from minimind.inference.chat import Chat as Conversation
     from minimind.inference.chat import read_tools, template_of
 

@@ -119,6 +119,9 @@ def _run(argv: list[str]) -> int:
             every = "minimind --help lists every command"
             hint = equivalent_command(argv[0]) or suggest(argv[0], [*COMMANDS], every)
             raise UsageError(f"unknown command {shorten_line(argv[0])}; {hint}")
+        if not argv or (len(argv) == 1 and isinstance(COMMANDS.get(argv[0]), Group)):
+            parser_of(parser, argv).print_help()  # which commands there are
+            return UsageError.status
         args, others = parser.parse_known_args(argv)
         if others and not issubclass(args.command_class, OfRunFlags):
             name, below = others[0].partition("=")[0], parser_of(parser, argv)

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from minimind.cli.command import Command, argument, json_variables, non_empty
 from minimind.config.flags import DEVICES
+from minimind.config.names import no_run, not_there
 from minimind.errors import CheckpointError
+from minimind.runtime import disk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,6 +53,12 @@ class OfModel(OfWeights):
 
         return device_for(self.device, "--device", launch or Launch())
 
+    def require_there(self) -> None:
+        """Raise CheckpointError if there is no such place, before slow imports."""
+        run, model = self.checkpoint or "", self.model or ""
+        if fault := no_run(run, "--checkpoint ") or not_there(model, "--model "):
+            raise CheckpointError(fault)
+
     def load(self) -> tuple[Any, Any, Path]:
         """The model, its tokenizer, and where they are."""
         from minimind.inference.load_model import load_model
@@ -68,6 +76,14 @@ class OfChat(OfModel):
         None, parse=json_variables, metavar="JSON"
     )
     """variables of the template as a JSON object, such as {"enable_thinking": false}"""
+
+    def require_there(self) -> None:
+        """Raise also UsageError if there is no such chat template."""
+        super().require_there()
+        if self.chat_template is not None and disk.is_absent(self.chat_template):
+            from minimind.data.prepare.chat_tokenizer import read_template
+
+            read_template(self.chat_template)  # a shipped one, or none
 
 
 @dataclass(kw_only=True)
@@ -89,6 +105,7 @@ class Sampled(OfModel):
 
     def load_to_sample(self, stop: list[str]) -> tuple[Any, Any, Path, Sampling]:
         """The model on its device, its tokenizer, where they are, and how texts are sampled."""
+        self.require_there()
         from minimind.inference.text import Sampling
 
         names = ("max_new_tokens", "temperature", "top_p", "seed", "top_k", "repetition_penalty")

@@ -22,7 +22,7 @@ class Plan(OfRunFlags):
     gpus: int = argument(1, ge=1, options=("--gpus", "--world_size"))
     """processes, one per GPU"""
     memory: int | None = argument(None, parse=size_in_bytes)
-    """memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G (as GiB), 512MiB (default: that of
+    """memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G or 80 (as GiB), 512MiB (default: that of
     --gpu_model)"""
     gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS, metavar="NAME")
     """model of the GPUs, for memory and peak, such as H100, 4090 or a100-40gb; a name that

@@ -71,6 +71,7 @@ class Serve(OfChat):
     def execute(self) -> None:
         """Serve until a signal; the address goes to standard output."""
         key = api_key(self)
+        self.require_there()
         listening = listen(self.host, self.port)
         with listening:
             for package in ("starlette", "uvicorn"):

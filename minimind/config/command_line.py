@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from minimind.config.flags import format_default
-from minimind.config.names import suggest, unknown_flag
+from minimind.config.names import suggest, suggest_choice, unknown_flag
 from minimind.errors import UsageError
 
 EXAMPLE = "example:"
@@ -186,7 +186,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError."""
-        raise UsageError(f"{message}; see {self.prog} --help")
+        is_answered = message.endswith("?")
+        raise UsageError(message if is_answered else f"{message}; see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if hint := suggest_choice(value, [*map(str, action.choices or ())], ""):
+                error.message += f"; {hint}"
+            raise
 
     def _known(self) -> dict[str, str]:
         return {name.replace("-", "_"): name for name in self._option_string_actions}

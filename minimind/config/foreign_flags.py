@@ -202,6 +202,24 @@ convert convert_model merge save_pretrained push | minimind export | from other 
 estimate_memory | minimind plan |
 """
 
+# What others write for a value: ours, then theirs, in lower case.
+VALUES = """
+bfloat16 | bf16 bfloat bf16-mixed bf16-true
+float16 | fp16 half 16 16-mixed 16-true
+float32 | fp32 float single full 32 32-true no
+cuda | gpu nvidia cuda:0
+adamw | adam adamw_torch adamw_torch_fused fusedadam
+cosine | cosine_with_warmup cosine_with_min_lr
+constant | constant_with_warmup none
+wsd | warmup_stable_decay warmup-stable-decay trapezoidal
+inverse_sqrt | inverse_square_root inverse-square-root invsqrt
+on | true yes 1
+off | false no 0 none
+sft | finetune fine-tune chat instruct
+pretrain | lm base
+llama | hf huggingface transformers
+"""
+
 
 Row = tuple[list[str], list[str], str]
 
@@ -219,6 +237,15 @@ def equivalent_flag(flag: str) -> str:
     """Return the equivalent of another project's `flag` as a clause; "" if unknown."""
     wanted, _, value = flag.lstrip("-").replace("-", "_").partition("=")
     return _equivalent(wanted, value, TABLES.values())
+
+
+def equivalent_value(value: str, choices: Iterable[str]) -> str | None:
+    """The one of `choices` that other projects write as `value`; None if unknown."""
+    for line in VALUES.strip().splitlines():
+        ours, theirs = line.split(" | ")
+        if ours in choices and value.lower() in theirs.split():
+            return ours
+    return None
 
 
 def equivalent_command(command: str) -> str:

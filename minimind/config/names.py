@@ -9,33 +9,113 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from minimind.config.foreign_flags import equivalent_flag
+from minimind.config.foreign_flags import equivalent_flag, equivalent_value
 from minimind.runtime import disk
+from minimind.runtime.urls import HUB_PREFIX
 
 
 def suggest(name: str, names: Sequence[str], otherwise: str = "--help all lists every flag") -> str:
     """Suggest the name closest to an unknown one; `otherwise` if none is close."""
+    found = closest(name, names)
+    return f"did you mean {found}?" if found else otherwise
+
+
+def suggest_choice(value: Any, choices: Sequence[str], otherwise: str) -> str:
+    """Suggest the choice that a value stands for elsewhere, or is closest; else `otherwise`."""
+    found = equivalent_value(str(value), choices)
+    return f"did you mean {found}?" if found else suggest(str(value), choices, otherwise)
+
+
+def no_such_name(name: str, shipped: Sequence[str], kind: str) -> str:
+    """Describe a value that is neither a shipped name nor a file; name the closest, and all."""
+    path = Path(name).expanduser()
+    every = f"give a file, or {', '.join(shipped)}"
+    _, _, hint = no_such_file(path, every).rpartition("; ")
+    if found := closest(name, shipped):
+        hint = f"did you mean {found}? ({', '.join(shipped)})"
+    return f"{name}: no such {kind} or file; {hint}"
+
+
+def closest(name: str, names: Sequence[str]) -> str | None:
+    """The name that an unknown one is a slip of; None if none is close."""
     plain = {known.lstrip("-"): known for known in names}
     word = str(name).lstrip("-")
     close = [known for known in plain if sorted(known) == sorted(word)]  # letters out of order
     longer = [known for known in plain if known.startswith(word)]
     close += longer if len(longer) == 1 and len(word) > 3 else []
     close += difflib.get_close_matches(word, plain, n=1, cutoff=0.8)
-    return f"did you mean {plain[close[0]]}?" if close else otherwise
+    return plain[close[0]] if close else None
 
 
 MOST_NAMES = 1000  # of a folder, that are compared with one that is not there
+CORRECT = "correct the path"
 
 
-def no_such_file(path: Path) -> str:
-    """Describe a path that is not there: from which folder it is read, and the closest name."""
-    where, names = "", []
+def no_such_file(path: Path, otherwise: str = CORRECT) -> str:
+    """Describe a path that is not there: from which folder it is read, and the closest one."""
+    where, meant, missing = "", None, path
     with suppress(OSError):  # the folder is not there either, or closed
         where = "" if path.is_absolute() else f" in {os.getcwd()}"
-        names = [entry.name for entry in islice(disk.entries(path.parent), MOST_NAMES)]
-    hint = suggest(path.name, names, "correct the path")
+        while missing.parent != missing and not disk.lexists(missing.parent):
+            missing = missing.parent
+        names = [entry.name for entry in islice(disk.entries(missing.parent), MOST_NAMES)]
+        if found := closest(missing.name, names):
+            meant = missing.with_name(found) / path.relative_to(missing)
+    hint = f"did you mean {meant}?" if meant and disk.exists(meant) else otherwise
     return f"{path}: there is no such file or directory{where}; {hint}"
+
+
+RUN_MARKS = ("metrics.jsonl", "checkpoints")  # the out_dir of a run has one of them
+MODEL_MARKS = ("manifest.json", "config.json", "*.gguf", "*.safetensors", "*.bin", "*.pth", "*.pt")
+OF_RUN = "give the --out_dir of a run"
+MOST_RUNS = 3  # that are named
+
+
+def not_there(place: str | Path, flag: str = "", otherwise: str = CORRECT) -> str:
+    """Describe a place that is not there, after its `flag`; "" for one of the Hub, or for none."""
+    if not str(place) or str(place).startswith(HUB_PREFIX):
+        return ""
+    path = Path(place).expanduser()
+    return "" if disk.lexists(path) else f"{flag}{no_such_file(path, otherwise)}"
+
+
+def no_run(place: str | Path, flag: str = "") -> str:
+    """Describe a place that is not there, or a folder with runs in it, where one run is needed.
+
+    "" for any other: its reader knows more of it. `flag` is such as "--checkpoint ".
+    """
+    is_path = str(place) and not str(place).startswith(HUB_PREFIX)
+    if (fault := not_there(place, flag, OF_RUN)) or not is_path:
+        return fault
+    path = Path(place).expanduser()
+    try:
+        marks = (*RUN_MARKS, *MODEL_MARKS)
+        if path.name == "checkpoints" or any(any(disk.matching(path, mark)) for mark in marks):
+            return ""
+        runs = _runs_below(path)
+    except OSError:  # a file, or a closed folder
+        return ""
+    if not runs:
+        return ""
+    newest, *others = runs[:MOST_RUNS]
+    is_this = f"its folder {newest.relative_to(path)} is: {flag}{newest}"
+    if others:
+        before = ", ".join(map(str, others))
+        is_this = f"of its {len(runs)} runs the newest is: {flag}{newest} (before it {before})"
+    return f"{flag}{path}: is no run; {is_this}"
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """The runs in a folder, or else in those in it; the newest first, by their last change."""
+    found: dict[Path, float] = {}
+    for pattern in (f"{depth}/{mark}" for depth in ("*", "*/*") for mark in RUN_MARKS):
+        if pattern.startswith("*/*/") and found:
+            break
+        for mark in islice(disk.matching(folder, pattern, hidden=False), MOST_NAMES):
+            found[mark.parent] = max(found.get(mark.parent, 0.0), disk.stat(mark).st_mtime)
+    return sorted(found, key=lambda run: (-found[run], str(run)))
 
 
 def unknown_flag(word: str, known: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from minimind.config.checks import check, conflicts
 from minimind.config.command_line import Parser, PrintCompletion, PrintHelp
 from minimind.config.flags import AUTO, COMMON, FLAGS, RULED, SHAPE, Flag
 from minimind.config.foreign_flags import equivalent_flag
-from minimind.config.names import suggest
+from minimind.config.names import no_such_name, suggest, suggest_choice
 from minimind.config.origin import DEFAULT, OPEN, Origin, Rank
 from minimind.config.run_config import (
     CONFIGS,
@@ -175,8 +175,7 @@ def _load_config_file(name: Any) -> dict[str, Any]:
     if not isinstance(name, str | Path):
         raise UsageError(f"config = {name!r} is no path; give a recipe or a file")
     if str(name) not in recipes and disk.is_absent(name):
-        hint = suggest(str(name), list(recipes), f"give a file or {', '.join(recipes)}")
-        raise UsageError(f"--config {name}: no such recipe or file; {hint}")
+        raise UsageError(f"--config {no_such_name(str(name), [*recipes], 'recipe')}")
     return load_yaml_texts(recipes.get(str(name), str(name)), "--config")
 
 
@@ -214,11 +213,7 @@ def load_preset(name: str) -> dict[str, Any]:
             " permissions"
         ) from error
     if not is_file:
-        known = list(presets)
-        raise UsageError(
-            f"--model {name}: no such preset or file;"
-            f" {suggest(name, known, 'give one')} ({', '.join(known)})"
-        )
+        raise UsageError(f"--model {no_such_name(name, [*presets], 'preset')}")
     shape = load_yaml_texts(path, "--model")
     for key in shape:
         if key not in SHAPE:
@@ -268,7 +263,8 @@ def convert(name: str, raw: Any, source: str) -> Any:
             f"{name} = {raw!r} ({source}) is not {TYPES[flag.type]}; give one"
         ) from error
     if requirement := flag.unmet(value):
-        raise UsageError(f"{name} = {value} ({source}) must be {requirement}; change it")
+        hint = suggest_choice(value, flag.choices, "change it")
+        raise UsageError(f"{name} = {value} ({source}) must be {requirement}; {hint}")
     return value
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from minimind.config.names import no_run
 from minimind.config.run_record import NAME, record_fault
 from minimind.errors import PREEMPTED, UsageError
 from minimind.report.formats import PAUSES, PHASES
@@ -401,8 +402,10 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
     runs = runs_of(run_dirs)
     for run in runs:
         if not disk.is_file(run.log.path):
+            if fault := no_run(run.run_dir):
+                raise UsageError(fault)
             problem = "holds no metrics.jsonl" if disk.is_dir(run.run_dir) else "is no folder"
-            raise UsageError(f"{run.run_dir} {problem}; give the --out_dir of a run")
+            raise UsageError(f"{run.run_dir}: {problem}; give the --out_dir of a run")
         run.read()
     return runs
 

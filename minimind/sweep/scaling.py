@@ -20,6 +20,7 @@ import plotly.graph_objects as go
 from minimind.architecture.shape import Shape, flops_per_token, shape_of
 from minimind.checkpoint.directory import published_checkpoints, read_manifest
 from minimind.config.flags import FLAGS
+from minimind.config.names import no_such_file
 from minimind.config.parse import convert
 from minimind.config.run_config import RunConfig
 from minimind.config.yaml_files import load_yaml_texts
@@ -92,6 +93,8 @@ def _run_dirs(places: Iterable[Path]) -> list[Path]:
     seen: dict[Path, Path] = {}
     for given in places:
         folder = given.parent if given.name == RECORD else given
+        if not disk.lexists(folder):
+            raise UsageError(no_such_file(folder))
         if not disk.is_dir(folder):
             raise UsageError(f"{given} is no folder; give out_dirs of runs, or a folder of them")
         own = disk.is_file(folder / RECORD)

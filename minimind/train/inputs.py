@@ -9,7 +9,7 @@ from pathlib import Path
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.flags import DEFAULT_DATA
-from minimind.config.names import no_such_file
+from minimind.config.names import no_run, not_there
 from minimind.config.parse import config_file
 from minimind.config.run_config import RunConfig
 from minimind.data.shards.manifest import MANIFEST_NAME, PLAN_NAME
@@ -70,8 +70,10 @@ def require_resume_path(run: RunConfig) -> None:
     if run.resume in ("auto", "none"):
         return
     path = Path(run.resume)
+    if fault := no_run(path, "--resume "):
+        raise CheckpointError(fault)
     if not disk.is_dir(path):
-        raise CheckpointError(f"--resume {path}: no such directory; name a step_ directory")
+        raise CheckpointError(f"--resume {path}: is no directory; name a step_ directory")
     if published_checkpoints(path):
         raise CheckpointError(
             f"--resume {path}: holds step_ directories; name one of them, or {path.parent}"
@@ -95,8 +97,8 @@ def _require_init_from(run: RunConfig) -> None:
     from minimind.runtime.hub import local_model
 
     path = local_model(run.init_from)
-    if not disk.exists(path):
-        raise CheckpointError(no_such_file(path))
+    if fault := not_there(path, "--init_from ") or no_run(path, "--init_from "):
+        raise CheckpointError(fault)
 
 
 def _require_text(run: RunConfig) -> None:

@@ -243,7 +243,14 @@ def build_context(
     with damage_logged(logger):
         changeable = run.allowed_changes()
         resumed = resume(
-            engine, ranks, root, run.resume, run_identity, changeable, verified=verified
+            engine,
+            ranks,
+            root,
+            run.resume,
+            run_identity,
+            changeable,
+            verified=verified,
+            accumulation_steps=run.accumulation_steps,
         )
     if resumed.path:
         order = resume_order(order, resumed)

@@ -393,7 +393,13 @@ def test_stage_0_is_no_choice_in_float16(capsys):
 
 @pytest.mark.parametrize(
     ("written", "size"),
-    [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("80G", 80 * GIB), ("512mib", 2**29)],
+    [
+        ("24GiB", 24 * GIB),
+        ("24GB", 24 * 10**9),
+        ("80G", 80 * GIB),
+        ("24", 24 * GIB),
+        ("512mib", 2**29),
+    ],
 )
 def test_sizes_are_read_as_written(capsys, written: str, size: int):
     out = plan_output(capsys, f"--model tiny --memory {written}")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,20 @@ def test_differences_name_old_and_new():
     assert differences({}, {"seed": {"seed": 3}}) == [Difference("seed", "seed", None, 3)]
     with pytest.raises(CheckpointError, match=r"lr\.a: 1 -> 2"):
         require_same_run(Path("x"), {"lr": {"a": 1}}, {"lr": {"a": 2}})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "accumulation", "named"),
+    [(4, 2, 1, 2), (12, 8, 2, 3), (2, 4, 2, 1), (2, 4, 1, None), (6, 4, 1, None)],
+)
+def test_other_rows_of_a_step_name_the_accumulation_that_gives_the_old_back(
+    old: int, new: int, accumulation: int, named: int | None
+):
+    saved, now = {"batch": {"rows_per_step": old}}, {"batch": {"rows_per_step": new}}
+    with pytest.raises(CheckpointError) as refused:
+        require_same_run(Path("x"), saved, now, accumulation_steps=accumulation)
+    found = re.findall(r"--accumulation_steps (\d+)", str(refused.value))
+    assert found == ([] if named is None else [str(named)])
 
 
 def test_any_stretch_of_a_parameter_is_read_wherever_the_runs_were_cut(tmp_path):

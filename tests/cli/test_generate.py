@@ -538,7 +538,7 @@ def test_each_kind_of_place_requires_its_flag(
         ("--model", trained.run, 2, "is of a training run; give it as --checkpoint"),
         ("--model", run, 2, "is of a training run; give it as --checkpoint"),
         ("--checkpoint", tmp_path, 2, "is GGUF"),
-        ("--checkpoint", tmp_path / "no", 4, "holds no checkpoint; name a run's out_dir"),
+        ("--checkpoint", tmp_path / "no", 4, "there is no such file or directory"),
         ("--checkpoint", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
         ("--model", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
         ("--model", tmp_path, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),

@@ -169,3 +169,11 @@ def test_help_of_a_run_shows_what_most_runs_need_then_a_group_then_all(command, 
         assert found == {name for name, flag in FLAGS.items() if flag.group == group}
     assert cli.main([command, "--help", "optimzer"]) == 2
     assert "did you mean optimizer?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["data"], ["checkpoint"]], ids=" ".join)
+def test_words_without_a_command_print_the_commands_there_are(capsys, words):
+    assert cli.main(words) == 2
+    output = capsys.readouterr()
+    assert f"usage: {' '.join(['minimind', *words])} " in output.out
+    assert not output.err

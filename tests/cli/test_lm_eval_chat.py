@@ -114,7 +114,7 @@ def test_a_model_without_a_template_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "there is nothing to evaluate; give --data TEXT"),
+        ([], "give --data TEXT, --tasks TASK, or --lm_eval TASK"),
         (["--data", "a", "--lm_eval", "b"], "--data and --lm_eval exclude one another"),
         (["--tasks", "cloze", "--lm_eval", "b"], "--tasks takes the tasks of both"),
         (["--tasks", "cloze", "--chat"], "--chat and --tasks exclude one another"),

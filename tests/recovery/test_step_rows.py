@@ -248,7 +248,7 @@ def test_a_document_that_is_held_out_is_read_by_no_step(
         ("data at RUN --steps 1:2 --text", "--steps and --text exclude"),
         ("data at RUN --step 1 --top 2", "--top without --steps; give --steps too"),
         ("data at RUN --steps 5000:6000", "has steps 1 to 1250"),
-        ("data at none --step 1", "is no folder"),
+        ("data at none --step 1", "there is no such file or directory"),
         ("data where RUN a.jsonl", "is no FILE:LINE"),
         ("data where RUN a.jsonl:0", "is no FILE:LINE"),
         ("data where RUN a.jsonl:9999", "there is no such line"),

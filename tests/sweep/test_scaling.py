@@ -154,7 +154,9 @@ def test_text_that_is_read_again_is_noted(grid, tmp_path, capsys):
 
 
 def test_bad_input_is_refused_by_name(grid, tmp_path, capsys):
-    assert f"{tmp_path}/gird is no folder" in refused(capsys, tmp_path / "gird")
+    assert f"{tmp_path}/gird: there is no such file or directory" in refused(
+        capsys, tmp_path / "gird"
+    )
     (tmp_path / "empty").mkdir()
     assert "empty holds no run" in refused(capsys, tmp_path / "empty")
     one = grid / "d128-4e+07"

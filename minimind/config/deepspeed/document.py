@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from minimind.config.names import no_such_name
 from minimind.config.run_config import deepspeed_files
 from minimind.errors import UsageError
 from minimind.runtime.durable_files import read_small_text
@@ -57,9 +58,13 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
     try:
         config = _parse(read_small_text(path).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}"))
     except OSError as error:
+        shipped = sorted(deepspeed_files())
+        if isinstance(error, FileNotFoundError):
+            fault = no_such_name(str(path), shipped, "DeepSpeed JSON")
+            raise UsageError(f"{source} {fault}") from error
         raise UsageError(
             f"{source} {path}: {error.strerror}; name a DeepSpeed JSON file, or"
-            f" {', '.join(deepspeed_files())}"
+            f" {', '.join(shipped)}"
         ) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error

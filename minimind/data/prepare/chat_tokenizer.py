@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+from minimind.config.names import no_such_name
 from minimind.config.run_config import TEMPLATES, files_by_name
 from minimind.data.chat.template import (
     DEFAULT_TEMPLATE,
@@ -32,6 +33,9 @@ def read_template(path: str) -> tuple[str, str]:
     file = Path(shipped.get(path, path)).expanduser()
     try:
         source = read_small_text(file)
+    except FileNotFoundError as error:
+        fault = no_such_name(path, [*shipped], "chat template")
+        raise UsageError(f"--chat_template {fault}") from error
     except (OSError, UnicodeDecodeError) as error:
         kind = kind_of_file(file)
         reason = f"it is {kind}" if kind else "it is not UTF-8"
