@@ -28,9 +28,10 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     import_module("minimind")
     del sys.path[0]
 from minimind.errors import CURES, PREEMPTED, PeerError, RunError, StorageError, known_error
-from minimind.launch.plan import PROJECT, SCRATCH, write_plan
+from minimind.launch.plan import PROJECT, SCRATCH, require_installed, write_plan
 from minimind.runtime import disk
 from minimind.runtime.heartbeat import is_alive, registered_workers
+from minimind.runtime.panics import panics_caught
 from minimind.runtime.process import (
     CAUGHT,
     NAME,
@@ -41,7 +42,8 @@ from minimind.runtime.process import (
     record_stop,
     stop_reason,
 )
-from minimind.runtime.terminal import one_line
+from minimind.runtime.terminal import one_line, print_traceback
+from minimind.runtime.urls import masked_text
 
 HERE = Path(__file__).resolve().parent
 WITHOUT_FLAGS = (
@@ -112,11 +114,12 @@ def main(python: str, flags: Sequence[str]) -> int:
         if status == PeerError.status and not signals.reason and most:
             _say(f"no restart is left of MAX_RESTARTS={most}; run the same command again")
     except Exception as fault:  # a RunError, or one of the disk
-        if (error := known_error(fault)) is None:
-            raise
-        is_stop = error.status == PREEMPTED
+        error = known_error(fault) or RunError(str(fault) or type(fault).__name__)
+        if error.code == RunError.code or "--debug" in words:
+            print_traceback(fault)
         if not signals.reason:
-            print(f"{NAME}: {error}" if is_stop else one_line(NAME, error), file=sys.stderr)
+            last = f"{NAME}: {error}" if error.status == PREEMPTED else one_line(NAME, error)
+            print(*map(masked_text, error.table), last, sep="\n", file=sys.stderr)
         status = error.status
     except SystemExit as stopped:
         status = PREEMPTED if signals.reason else stopped.code
@@ -136,7 +139,19 @@ def start(
     """One launch, whose files are in `place`; its status, and what the plan says of it."""
     place.mkdir()
     os.environ |= {STATUS_FILE: str(place / "status"), SCRIPT_PID: str(os.getpid())}
-    launched, exports = write_plan(place / "launch.yaml", _last_device(words))
+    require_installed(os.environ)
+    # They import yaml: after the check that it is installed.
+    from minimind.config.parse import parse_flags
+    from minimind.config.paths import naming_flags
+    from minimind.train.inputs import require_inputs
+
+    run = parse_flags(words)
+    launched, exports, message = write_plan(place / "launch.yaml", run.device)
+    # The other hosts would wait for one that ends here: there the workers look at the paths.
+    if launched["num_machines"] == 1:
+        with panics_caught(), naming_flags(vars(run)):
+            require_inputs(run)
+    print(message, file=sys.stderr, flush=True)
     os.environ |= {STDERR_ON_STDIN: "1", **{name: str(value) for name, value in exports.items()}}
     # A worker that stops may need a long step and a save; torch's default is 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
@@ -210,12 +225,6 @@ def _worker() -> str:
     """The program of a worker: that of the checkout, or of the package."""
     own = PROJECT / "train_pretrain.py"
     return str(own if disk.exists(own) else HERE / "train_pretrain.py")
-
-
-def _last_device(words: Sequence[str]) -> str:
-    """The value of --device, which the plan has to know as well."""
-    given = re.findall(r"(?:^|\0)--device[\0=]([^\0]*)", "\0".join(words))
-    return given[-1] if given else "auto"
 
 
 def _say(text: str) -> None:

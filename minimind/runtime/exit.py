@@ -158,7 +158,7 @@ class Ending:
     def _print(self, error: RunError) -> None:
         progress, status = self.progress, error.status
         is_stop = status == PREEMPTED
-        line = one_line(PROGRAM, error, progress.rank, progress.step)
+        line = one_line(PROGRAM, error, f"rank={progress.rank} step={progress.step}")
         reason = masked_text(str(error))
         line = f"{PROGRAM}: {reason}" if is_stop else line
         write_torchrun_error(line)
