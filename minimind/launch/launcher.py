@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -27,7 +28,15 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import_module("minimind")
     del sys.path[0]
-from minimind.errors import CURES, PREEMPTED, PeerError, RunError, StorageError, known_error
+from minimind.errors import (
+    CURES,
+    PREEMPTED,
+    Interrupted,
+    PeerError,
+    RunError,
+    StorageError,
+    known_error,
+)
 from minimind.launch.plan import PROJECT, SCRATCH, require_installed, write_plan
 from minimind.runtime import disk
 from minimind.runtime.heartbeat import is_alive, registered_workers
@@ -55,15 +64,16 @@ WORKERS_END = 10.0  # seconds in which the workers of a killed launcher end by t
 
 
 class Signals:
-    """Hands the first stop signal on to torchrun as TERM; a second Ctrl-C kills it.
+    """Hands the first stop signal on to torchrun as TERM, whose workers save.
 
-    Its workers save, or notice that it is gone and end by themselves.
+    A second Ctrl-C kills all of them, so that none is left to tell of the others' end.
     """
 
     def __init__(self) -> None:
         self.reason = ""  # the first signal
         self.torchrun: subprocess.Popen[bytes] | None = None  # from the first launch on
         self.ends_wait = False  # a signal ends what this process waits for
+        self.ends_at_once = False  # the second Ctrl-C
         for number in CAUGHT:
             if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
                 signal.signal(number, self._receive)
@@ -76,8 +86,9 @@ class Signals:
             raise SystemExit(PREEMPTED)
         if self.torchrun and is_first:
             self.torchrun.terminate()
-        elif self.torchrun and number == signal.SIGINT:
-            self.torchrun.kill()
+        elif self.torchrun and number == signal.SIGINT and self.torchrun.poll() is None:
+            self.ends_at_once = True
+            _kill_tree(self.torchrun.pid)
 
     def run(self, words: Sequence[str], log: Path) -> int:
         """Run torchrun's process to its end; its own output goes to `log`."""
@@ -141,6 +152,7 @@ def start(
     os.environ |= {STATUS_FILE: str(place / "status"), SCRIPT_PID: str(os.getpid())}
     require_installed(os.environ)
     # They import yaml: after the check that it is installed.
+    from minimind.checkpoint.directory import ended_at_once
     from minimind.config.parse import parse_flags
     from minimind.config.paths import naming_flags
     from minimind.train.inputs import require_inputs
@@ -165,6 +177,10 @@ def start(
     status, shows_log = code, "--debug" in words
     if claim := read_claim():
         status = claim.status
+    elif signals.ends_at_once:
+        print(end="\n" if sys.stderr.isatty() else "", file=sys.stderr)  # below the progress bar
+        _say(ended_at_once(Path(run.out_dir)))
+        status = Interrupted.status
     elif signals.reason:
         _say(
             f"stopped on {signals.reason} before the first step or by force; run it again to go on"
@@ -210,6 +226,20 @@ def make_scratch() -> Path:
             f"no folder can be made in {folder} (TMPDIR): {error.strerror}; {cure}name another"
             " there"
         ) from error
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and those below it, at the same time.
+
+    Below first: workers print stacks of C++ when torchrun, which has their store, ends.
+    """
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for process in [*top.children(recursive=True), top]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _await_workers(place: Path) -> None:

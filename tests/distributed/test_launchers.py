@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -927,6 +928,41 @@ def test_a_stop_before_the_launch_answers_75(
         f"run_accelerate.sh: stopped on {output} before the first step; run it again to go on"
     )
     assert stopped.stdout == ""
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_second_ctrl_c_ends_all_processes_in_one_line_and_130(tmp_path: Path, is_saved: bool):
+    """A launcher of ours whose worker has a session of its own, and heeds no TERM."""
+    stub = tmp_path / "python"
+    worker = "import signal, time; signal.signal(15, signal.SIG_IGN); print(0); time.sleep(300)"
+    parent = "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN); "
+    parent += f"subprocess.run([sys.executable, '-uc', {worker!r}], start_new_session=True)"
+    stub.write_text(
+        f'#!/bin/sh\n[ "${{1##*/}}" = accelerate_launch.py ] || exec "{sys.executable}" "$@"\n'
+        f'exec "{sys.executable}" -c "{parent}"\n'
+    )
+    stub.chmod(0o755)
+    out = tmp_path / "out"
+    (out / "checkpoints" / ("step_00000013" if is_saved else "draft")).mkdir(parents=True)
+    started = subprocess.Popen(
+        ["bash", str(ROOT / "run_accelerate.sh"), "--dry_run", "--out_dir", str(out)],
+        env=environment(PYTHON=str(stub), CUDA_VISIBLE_DEVICES=""),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "0\n"
+    started.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    _, report = started.communicate(timeout=60)  # the worker holds the pipe until it is gone
+    assert started.returncode == 130
+    _, line = report.splitlines()  # behind that of the start
+    saved = f"the last checkpoint is step 13 of {out}, later steps are lost"
+    said = saved if is_saved else f"no checkpoint yet in {out}"
+    assert line == f"run_accelerate.sh: ended at once by a second Ctrl-C; {said}"
 
 
 EARLY_AND_LATE = """
