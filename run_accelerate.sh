@@ -10,8 +10,8 @@
 # MAIN_PORT (a free one), and on several hosts NUM_MACHINES, MACHINE_RANK and MAIN_IP. MAX_RESTARTS (0)
 # starts again after status 7, first after RESTART_WAIT (5) seconds, with what is left of the hosts.
 # Exit status: the run's own (0 done, 2 usage, 3 data, 4 checkpoint, 5 storage, 6 numeric, 7 peer,
-# 8 in use, 9 port, 10 out of memory, 11 corruption, 70 bug, 75 stopped and saved: run it again), not
-# torchrun's 1.
+# 8 in use, 9 port, 10 out of memory, 11 corruption, 70 bug, 75 stopped and saved: run it again, 130
+# Ctrl-C twice), not torchrun's 1.
 # Works from any directory. docs/launching.md: several hosts, Slurm, other launchers. Where the
 # package is installed without a checkout, `minimind launch` starts the same launcher.
 set -euo pipefail

@@ -205,7 +205,7 @@ class Stopped(RunError):
 
 
 class Interrupted(RunError):
-    """Ctrl-C in a command that reports which files it leaves behind."""
+    """Ctrl-C in a command that reports which files it leaves behind, or twice in a run."""
 
     code = "INTERRUPTED"
     status = 130  # 128 + SIGINT, as in a shell

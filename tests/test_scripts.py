@@ -26,7 +26,7 @@ SCRIPTS = {
     "train_pretrain_accelerate.py": "--version",
     "run_accelerate.sh": "--help",
     "minimind/launch/train_pretrain.py": "--version",
-    "minimind/launch/launcher.py": "{python} --device cpu",
+    "minimind/launch/launcher.py": "{python} --dry_run --device cpu",
     "minimind/launch/accelerate_launch.py": "",
     "scripts/flag_reference.py": "",
     "scripts/device_reference.py": "",

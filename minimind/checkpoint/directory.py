@@ -90,6 +90,17 @@ def published_checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+def ended_at_once(out_dir: Path) -> str:
+    """What the last line of a run says that a second Ctrl-C ended, and what is left of it."""
+    steps = [step_of(path) for path in published_checkpoints(out_dir / "checkpoints")]
+    if not steps:
+        return f"ended at once by a second Ctrl-C; no checkpoint yet in {out_dir}"
+    return (
+        f"ended at once by a second Ctrl-C; the last checkpoint is step {steps[0]} of {out_dir},"
+        " later steps are lost"
+    )
+
+
 def _listed(root: Path, pattern: str = "*") -> list[Path]:
     """What is in a folder, if it is there; raise Unreadable if it cannot be listed."""
     try:

@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
         rank = error.cause_rank or 0
         claim_status(error.status, rank)
         is_stop = error.status == PREEMPTED
-        line = f"{NAME}: {error}" if is_stop else one_line(NAME, error, rank)
+        line = f"{NAME}: {error}" if is_stop else one_line(NAME, error, f"rank={rank} step=0")
         os.write(0, f"{line}\n".encode())  # the real stderr, by launcher.py
     return 1 if failure or stop.reason else 0
 

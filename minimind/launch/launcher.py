@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -27,10 +28,19 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import_module("minimind")
     del sys.path[0]
-from minimind.errors import CURES, PREEMPTED, PeerError, RunError, StorageError, known_error
-from minimind.launch.plan import PROJECT, SCRATCH, write_plan
+from minimind.errors import (
+    CURES,
+    PREEMPTED,
+    Interrupted,
+    PeerError,
+    RunError,
+    StorageError,
+    known_error,
+)
+from minimind.launch.plan import PROJECT, SCRATCH, require_installed, write_plan
 from minimind.runtime import disk
 from minimind.runtime.heartbeat import is_alive, registered_workers
+from minimind.runtime.panics import panics_caught
 from minimind.runtime.process import (
     CAUGHT,
     NAME,
@@ -41,7 +51,8 @@ from minimind.runtime.process import (
     record_stop,
     stop_reason,
 )
-from minimind.runtime.terminal import one_line
+from minimind.runtime.terminal import one_line, print_traceback
+from minimind.runtime.urls import masked_text
 
 HERE = Path(__file__).resolve().parent
 WITHOUT_FLAGS = (
@@ -53,15 +64,16 @@ WORKERS_END = 10.0  # seconds in which the workers of a killed launcher end by t
 
 
 class Signals:
-    """Hands the first stop signal on to torchrun as TERM; a second Ctrl-C kills it.
+    """Hands the first stop signal on to torchrun as TERM, whose workers save.
 
-    Its workers save, or notice that it is gone and end by themselves.
+    A second Ctrl-C kills all of them, so that none is left to tell of the others' end.
     """
 
     def __init__(self) -> None:
         self.reason = ""  # the first signal
         self.torchrun: subprocess.Popen[bytes] | None = None  # from the first launch on
         self.ends_wait = False  # a signal ends what this process waits for
+        self.ends_at_once = False  # the second Ctrl-C
         for number in CAUGHT:
             if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
                 signal.signal(number, self._receive)
@@ -74,8 +86,9 @@ class Signals:
             raise SystemExit(PREEMPTED)
         if self.torchrun and is_first:
             self.torchrun.terminate()
-        elif self.torchrun and number == signal.SIGINT:
-            self.torchrun.kill()
+        elif self.torchrun and number == signal.SIGINT and self.torchrun.poll() is None:
+            self.ends_at_once = True
+            _kill_tree(self.torchrun.pid)
 
     def run(self, words: Sequence[str], log: Path) -> int:
         """Run torchrun's process to its end; its own output goes to `log`."""
@@ -112,11 +125,12 @@ def main(python: str, flags: Sequence[str]) -> int:
         if status == PeerError.status and not signals.reason and most:
             _say(f"no restart is left of MAX_RESTARTS={most}; run the same command again")
     except Exception as fault:  # a RunError, or one of the disk
-        if (error := known_error(fault)) is None:
-            raise
-        is_stop = error.status == PREEMPTED
+        error = known_error(fault) or RunError(str(fault) or type(fault).__name__)
+        if error.code == RunError.code or "--debug" in words:
+            print_traceback(fault)
         if not signals.reason:
-            print(f"{NAME}: {error}" if is_stop else one_line(NAME, error), file=sys.stderr)
+            last = f"{NAME}: {error}" if error.status == PREEMPTED else one_line(NAME, error)
+            print(*map(masked_text, error.table), last, sep="\n", file=sys.stderr)
         status = error.status
     except SystemExit as stopped:
         status = PREEMPTED if signals.reason else stopped.code
@@ -136,7 +150,20 @@ def start(
     """One launch, whose files are in `place`; its status, and what the plan says of it."""
     place.mkdir()
     os.environ |= {STATUS_FILE: str(place / "status"), SCRIPT_PID: str(os.getpid())}
-    launched, exports = write_plan(place / "launch.yaml", _last_device(words))
+    require_installed(os.environ)
+    # They import yaml: after the check that it is installed.
+    from minimind.checkpoint.directory import ended_at_once
+    from minimind.config.parse import parse_flags
+    from minimind.config.paths import naming_flags
+    from minimind.train.inputs import require_inputs
+
+    run = parse_flags(words)
+    launched, exports, message = write_plan(place / "launch.yaml", run.device)
+    # The other hosts would wait for one that ends here: there the workers look at the paths.
+    if launched["num_machines"] == 1:
+        with panics_caught(), naming_flags(vars(run)):
+            require_inputs(run)
+    print(message, file=sys.stderr, flush=True)
     os.environ |= {STDERR_ON_STDIN: "1", **{name: str(value) for name, value in exports.items()}}
     # A worker that stops may need a long step and a save; torch's default is 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
@@ -150,6 +177,10 @@ def start(
     status, shows_log = code, "--debug" in words
     if claim := read_claim():
         status = claim.status
+    elif signals.ends_at_once:
+        print(end="\n" if sys.stderr.isatty() else "", file=sys.stderr)  # below the progress bar
+        _say(ended_at_once(Path(run.out_dir)))
+        status = Interrupted.status
     elif signals.reason:
         _say(
             f"stopped on {signals.reason} before the first step or by force; run it again to go on"
@@ -197,6 +228,20 @@ def make_scratch() -> Path:
         ) from error
 
 
+def _kill_tree(pid: int) -> None:
+    """Kill a process and those below it, at the same time.
+
+    Below first: workers print stacks of C++ when torchrun, which has their store, ends.
+    """
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for process in [*top.children(recursive=True), top]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 def _await_workers(place: Path) -> None:
     """Wait until the workers of a launcher that was killed have noticed it, and ended."""
     deadline = time.monotonic() + WORKERS_END
@@ -210,12 +255,6 @@ def _worker() -> str:
     """The program of a worker: that of the checkout, or of the package."""
     own = PROJECT / "train_pretrain.py"
     return str(own if disk.exists(own) else HERE / "train_pretrain.py")
-
-
-def _last_device(words: Sequence[str]) -> str:
-    """The value of --device, which the plan has to know as well."""
-    given = re.findall(r"(?:^|\0)--device[\0=]([^\0]*)", "\0".join(words))
-    return given[-1] if given else "auto"
 
 
 def _say(text: str) -> None:

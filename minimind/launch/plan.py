@@ -341,13 +341,12 @@ def require_installed(environ: Mapping[str, str]) -> None:
     raise UsageError(f"accelerate is not installed for {sys.executable}; {remedy}")
 
 
-def write_plan(target: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the YAML to `target`; return its content, and the variables to export."""
-    require_installed(os.environ)
+def write_plan(target: Path, device: str) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Write the YAML to `target`; return its content, variables to export and a start message."""
     require_numbers(
         {name: value for name, value in os.environ.items() if value}, LAUNCHER_VARIABLES
     )
-    import yaml  # after the check that it is installed
+    import yaml  # after `require_installed`
 
     from minimind.config.run_config import CONFIGS
     from minimind.config.yaml_files import load_yaml
@@ -389,8 +388,7 @@ def write_plan(target: Path, device: str) -> tuple[dict[str, Any], dict[str, Any
     if not os.environ.get("OMP_NUM_THREADS"):
         here = launched["num_processes"] // launched["num_machines"]
         exports["OMP_NUM_THREADS"] = max(1, usable_cores() // here)
-    print(starting(launched, gpus, path), file=sys.stderr, flush=True)
-    return launched, exports
+    return launched, exports, starting(launched, gpus, path)
 
 
 def starting(launched: Mapping[str, Any], gpus: int, path: str) -> str:

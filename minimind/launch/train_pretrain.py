@@ -13,6 +13,7 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import_module("minimind")
     del sys.path[0]
+from minimind.checkpoint.directory import ended_at_once
 from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import set_allocator_defaults
 from minimind.config.parse import parse_flags
@@ -41,7 +42,7 @@ def _main(argv: Sequence[str]) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     set_allocator_defaults(os.environ)
     progress = Progress(rank=rank_of(os.environ))
-    ending = Ending(progress, debug="--debug" in argv)
+    ending = Ending(progress, "--debug" in argv, ended_at_once)
     ending.watch()
     try:
         with panics_caught():

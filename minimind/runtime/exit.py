@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import select
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from minimind.errors import PREEMPTED, PeerError, RendezvousError, RunError, Stopped, known_error
+from minimind.errors import (
+    PREEMPTED,
+    Interrupted,
+    PeerError,
+    RendezvousError,
+    RunError,
+    Stopped,
+    known_error,
+)
 from minimind.runtime.durable_files import Metrics
 from minimind.runtime.heartbeat import FailedRank, is_alive
 from minimind.runtime.process import (
@@ -40,6 +50,7 @@ from minimind.runtime.urls import masked_text
 PROGRAM = "train_pretrain"
 RUN_AGAIN = "run the same command again"
 OTHER_END_TIMEOUT = 10.0  # seconds in which the end of another rank should reach this one
+SAME_PRESS = 0.1  # seconds in which wrappers hand on the Ctrl-C that the terminal sends too
 POLL = 1.0  # seconds between checks; also how long a stop waits for news of a dead peer
 UNWRITTEN = 120  # Python's status where standard output or error cannot be flushed at the end
 # Variables of tools such as Nsight Systems, which write their files as libraries are unloaded.
@@ -90,8 +101,13 @@ def _is_observed() -> bool:
 class Ending:
     """Reports the end of this process once, from whichever thread comes first."""
 
-    def __init__(self, progress: Progress, debug: bool) -> None:
+    def __init__(
+        self, progress: Progress, debug: bool, ended_at_once: Callable[[Path], str] | None = None
+    ) -> None:
+        """ended_at_once: what a second Ctrl-C says of an out_dir; None: it has no effect."""
         self.progress = progress
+        self._ended_at_once = ended_at_once
+        self._interrupted = math.inf  # when Ctrl-C was first pressed
         self.debug = debug
         self._lock = threading.Lock()
         self._status: int | None = None
@@ -157,12 +173,14 @@ class Ending:
 
     def _print(self, error: RunError) -> None:
         progress, status = self.progress, error.status
-        is_stop = status == PREEMPTED
-        line = one_line(PROGRAM, error, progress.rank, progress.step)
+        is_stop = status in (PREEMPTED, Interrupted.status)
+        line = one_line(PROGRAM, error, f"rank={progress.rank} step={progress.step}")
         reason = masked_text(str(error))
         line = f"{PROGRAM}: {reason}" if is_stop else line
         write_torchrun_error(line)
         lines = [*map(masked_text, error.table), line]
+        if isinstance(error, Interrupted) and sys.stderr.isatty():
+            lines.insert(0, "")  # below the progress bar
         with suppress(OSError):  # stderr is closed
             print("\n".join(lines), file=sys.stderr, flush=True)
         end = {"code": error.code, "status": status, "reason": reason, "step": progress.step}
@@ -203,12 +221,26 @@ class Ending:
                 for number in os.read(receiver, 64):
                     if number in CAUGHT:
                         self.progress.stop.record_signal(number)
+                    if number == signal.SIGINT and (at_once := self._interrupt()):
+                        self._leave(at_once)
             now = time.monotonic()
             # Bounded: a machine that slept must not count that time as silence of its peers.
             end = self._check(min(now - last, 2 * POLL))
             last = now
             if end:
                 self._leave(end)
+
+    def _interrupt(self) -> Interrupted | None:
+        """The end by a second Ctrl-C in training, at the terminal of a process without a launcher.
+
+        A launcher, or a sweep, gets the key too, and decides.
+        """
+        is_second = time.monotonic() > self._interrupted + SAME_PRESS
+        self._interrupted = min(self._interrupted, time.monotonic())
+        out_dir, is_alone = self.progress.out_dir, self._parent is None and os.isatty(0)
+        if is_second and is_alone and self._ended_at_once and out_dir and self.progress.is_training:
+            return Interrupted(self._ended_at_once(out_dir))
+        return None
 
     def _check(self, seconds: float) -> RunError | FailedRank | None:
         """Return what has ended the run, if anything."""

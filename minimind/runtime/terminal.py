@@ -160,8 +160,11 @@ def _print_phase(what: str) -> None:
         sys.stderr.flush()
 
 
-def one_line(program: str, error: BaseException, rank: int = 0, step: int = 0) -> str:
-    """`PROGRAM: error[E_NAME] rank=R step=S: what; what to do`, always one line."""
+def one_line(program: str, error: BaseException, place: str = "") -> str:
+    """`PROGRAM: error[E_NAME] PLACE: what; what to do`, always one line.
+
+    place: `rank=R step=S` for a process of a run.
+    """
     code = getattr(error, "code", RunError.code)
     what = printable(masked_text(" ".join(str(error).split()))) or type(error).__name__
-    return f"{program}: error[{code}] rank={rank} step={step}: {what}"
+    return f"{program}: {f'error[{code}] {place}'.rstrip()}: {what}"

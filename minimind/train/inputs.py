@@ -8,6 +8,8 @@ from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.document import read_deepspeed_json
+from minimind.config.deepspeed.key_checks import key_faults, normalize_config
+from minimind.config.deepspeed.resolve import require_none
 from minimind.config.flags import DEFAULT_DATA
 from minimind.config.names import no_run, not_there
 from minimind.config.parse import config_file
@@ -33,7 +35,9 @@ def require_inputs(run: RunConfig) -> None:
     """
     require_resume_path(run)
     if run.deepspeed_config not in (None, "none"):
-        read_deepspeed_json(run.deepspeed_config, run.sources["deepspeed_config"])
+        path = run.deepspeed_config
+        config = normalize_config(read_deepspeed_json(path, run.sources["deepspeed_config"]))
+        require_none(key_faults(config, path))
     if run.hugging_face is not None:
         config_file(run.hugging_face)
     _require_init_from(run)

@@ -10,11 +10,13 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -667,7 +669,7 @@ def script(tmp_path: Path) -> Callable[..., Run]:
     def run(*flags: str, **more: str) -> Run:
         environ = environment(**{"PYTHON": str(stub), "CUDA_VISIBLE_DEVICES": "", **more})
         environ = {name: value for name, value in environ.items() if value != "unset"}
-        command = ["bash", str(ROOT / "run_accelerate.sh"), *(flags or ["--seed", "1"])]
+        command = ["bash", str(ROOT / "run_accelerate.sh"), *(flags or ["--dry_run"])]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, cwd=tmp_path)
         return Run(tmp_path, done.returncode, done.stdout, done.stderr)
 
@@ -700,7 +702,7 @@ def python_of(checkout: Path, **more: str) -> subprocess.CompletedProcess[str]:
     path = f"{conda / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environ = {**environment(**active), "PATH": path, **more}
     environ = {name: value for name, value in environ.items() if name in more or name != "PYTHON"}
-    command = ["bash", str(checkout / "run_accelerate.sh"), "--seed", "1"]
+    command = ["bash", str(checkout / "run_accelerate.sh"), "--dry_run"]
     return subprocess.run(command, env=environ, capture_output=True, text=True)
 
 
@@ -742,7 +744,7 @@ def handed_on(run: Run) -> tuple[str, dict[str, Any]]:
 
 def test_the_shipped_yaml_is_launched_on_a_free_port(script):
     line, launched = handed_on(script())
-    assert line.endswith(f"train_pretrain.py --seed 1 file={SHIPPED} cpu_by= omp=1 ds=cpu gpus=")
+    assert line.endswith(f"train_pretrain.py --dry_run file={SHIPPED} cpu_by= omp=1 ds=cpu gpus=")
     assert (launched["distributed_type"], launched["num_processes"]) == ("DEEPSPEED", 2)
     assert 1024 <= launched["main_process_port"] <= 65535
 
@@ -760,7 +762,7 @@ def test_a_yaml_for_the_cpu_is_handed_on_as_such_and_not_as_a_flag(
     path = tmp_path / "a b=c.yaml"
     path.write_text(f"{lines}\n")
     line, launched = handed_on(script(CONFIG_FILE=str(path), NUM_PROCESSES="1"))
-    assert f"train_pretrain.py --seed 1 file={path} cpu_by={field} " in line
+    assert f"train_pretrain.py --dry_run file={path} cpu_by={field} " in line
     # The type under which Accelerate starts torchrun, which hands on signals.
     assert (launched["distributed_type"], launched["use_cpu"]) == ("MULTI_GPU", False)
 
@@ -768,8 +770,8 @@ def test_a_yaml_for_the_cpu_is_handed_on_as_such_and_not_as_a_flag(
 @pytest.fixture
 def exported(
     smi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[dict[str, Any], dict[str, Any]]]:
-    """What the plan of a YAML exports and launches on a host with the GPUs that are listed."""
+) -> Callable[..., tuple[dict[str, Any], dict[str, Any], str]]:
+    """What the plan of a YAML exports, launches and says on a host with the GPUs listed."""
 
     def run(lines: str, listed: str = LISTED, **environ: str):
         smi(listed)
@@ -778,9 +780,9 @@ def exported(
             monkeypatch.delenv(name, raising=False)
         for name, value in {"CONFIG_FILE": "a.yaml", **environ}.items():
             monkeypatch.setenv(name, value)
-        launched, exports = launch.write_plan(Path("launch.yaml"), "auto")
+        launched, exports, message = launch.write_plan(Path("launch.yaml"), "auto")
         assert yaml.safe_load(Path("launch.yaml").read_text()) == launched
-        return exports, launched
+        return exports, launched, message
 
     monkeypatch.chdir(tmp_path)
     return run
@@ -807,16 +809,15 @@ def test_gpus_named_in_the_yaml_are_those_visible(
     ids: str,
     visible: str | None,
     gpus: int,
-    exported: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
-    capsys: pytest.CaptureFixture[str],
+    exported: Callable[..., tuple[dict[str, Any], dict[str, Any], str]],
 ):
-    exports, launched = exported(f"gpu_ids: {ids}")
+    exports, launched, message = exported(f"gpu_ids: {ids}")
     assert exports.get("CUDA_VISIBLE_DEVICES") == visible
     assert exports.get("DS_ACCELERATOR") == (None if gpus else "cpu")
     assert launched["num_processes"] == (gpus or 2)
     assert "gpu_ids" not in launched
-    assert f" on {f'{gpus} GPU' if gpus else 'the CPU'}" in capsys.readouterr().err
-    exports, launched = exported(f"gpu_ids: {ids}", CUDA_VISIBLE_DEVICES="1")  # before the file
+    assert f" on {f'{gpus} GPU' if gpus else 'the CPU'}" in message
+    exports, launched, _ = exported(f"gpu_ids: {ids}", CUDA_VISIBLE_DEVICES="1")  # before the file
     assert "CUDA_VISIBLE_DEVICES" not in exports
     assert launched["num_processes"] == 1
 
@@ -838,7 +839,7 @@ def test_a_fault_in_a_list_of_gpus_names_its_place(
     lines: str,
     environ: dict[str, str],
     report: str,
-    exported: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+    exported: Callable[..., tuple[dict[str, Any], dict[str, Any], str]],
 ):
     with pytest.raises(RendezvousError) as caught:
         exported(lines, **environ)
@@ -849,8 +850,8 @@ def test_a_gpu_that_is_not_there_is_one_line_and_9_unless_the_cpu_is_requested(s
     refused = script(CUDA_VISIBLE_DEVICES="99")
     assert (refused.status, refused.stdout) == (9, "")
     (line,) = refused.stderr.splitlines()
-    assert line.startswith("run_accelerate.sh: error[E_RENDEZVOUS] rank=0 step=0: CUDA_VISIBLE_DEV")
-    _, launched = handed_on(script("--device", "cpu", CUDA_VISIBLE_DEVICES="99"))
+    assert line.startswith("run_accelerate.sh: error[E_RENDEZVOUS]: CUDA_VISIBLE_DEV")
+    _, launched = handed_on(script("--dry_run", "--device", "cpu", CUDA_VISIBLE_DEVICES="99"))
     assert launched["num_processes"] == 2
 
 
@@ -876,6 +877,38 @@ def test_a_config_file_that_cannot_be_is_one_line_and_2(script, tmp_path: Path):
         assert path in line
 
 
+MISTAKES = {
+    "--lerning_rate 1": "2 unknown flag --lerning_rate; did you mean --learning_rate?",
+    "--learning_rate fast": "2 learning_rate = 'fast' (--learning_rate) is not a finite number;",
+    "--data_path gone.txt": "3 gone.txt: there is no such file or directory",
+    "--model tinny": "2 --model tinny: no such preset or file; did you mean tiny?",
+    "--config gone.yaml": "2 --config gone.yaml: no such recipe or file;",
+    "--deepspeed_config ds.json": "2 ds.json: zero_optimization.stge is no key of DeepSpeed",
+    "--deepspeed_config gone.json": "2 --deepspeed_config gone.json: No such file or directory;",
+    "--resume gone": "4 --resume gone: no such directory; name a step_ directory",
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_a_mistake_of_a_flag_or_a_path_is_one_line_before_a_process_starts(
+    script, tmp_path: Path, flags: str
+):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stge": 1}}')
+    refused = script("--dry_run", *flags.split())
+    status, _, sentence = MISTAKES[flags].partition(" ")
+    assert (refused.status, refused.stdout) == (int(status), "")
+    (line,) = refused.stderr.splitlines()
+    assert re.match(r"run_accelerate\.sh: error\[E_[A-Z]+\]: ", line)
+    assert line.partition(": ")[2].partition(": ")[2].startswith(sentence)
+
+
+def test_a_path_that_is_not_on_this_one_of_two_hosts_is_left_to_its_workers(script):
+    hosts = {"NUM_MACHINES": "2", "MAIN_IP": "10.0.0.1", "MAIN_PORT": "29500"}
+    line, _ = handed_on(script("--data_path", "gone.txt", MACHINE_RANK="1", **hosts))
+    assert "train_pretrain.py --data_path gone.txt " in line
+    assert script("--data_pth", "gone.txt", MACHINE_RANK="1", **hosts).status == 2
+
+
 @pytest.mark.parametrize(
     ("number", "output"),
     [(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")],
@@ -895,6 +928,41 @@ def test_a_stop_before_the_launch_answers_75(
         f"run_accelerate.sh: stopped on {output} before the first step; run it again to go on"
     )
     assert stopped.stdout == ""
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_second_ctrl_c_ends_all_processes_in_one_line_and_130(tmp_path: Path, is_saved: bool):
+    """A launcher of ours whose worker has a session of its own, and heeds no TERM."""
+    stub = tmp_path / "python"
+    worker = "import signal, time; signal.signal(15, signal.SIG_IGN); print(0); time.sleep(300)"
+    parent = "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN); "
+    parent += f"subprocess.run([sys.executable, '-uc', {worker!r}], start_new_session=True)"
+    stub.write_text(
+        f'#!/bin/sh\n[ "${{1##*/}}" = accelerate_launch.py ] || exec "{sys.executable}" "$@"\n'
+        f'exec "{sys.executable}" -c "{parent}"\n'
+    )
+    stub.chmod(0o755)
+    out = tmp_path / "out"
+    (out / "checkpoints" / ("step_00000013" if is_saved else "draft")).mkdir(parents=True)
+    started = subprocess.Popen(
+        ["bash", str(ROOT / "run_accelerate.sh"), "--dry_run", "--out_dir", str(out)],
+        env=environment(PYTHON=str(stub), CUDA_VISIBLE_DEVICES=""),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline() == "0\n"
+    started.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    _, report = started.communicate(timeout=60)  # the worker holds the pipe until it is gone
+    assert started.returncode == 130
+    _, line = report.splitlines()  # behind that of the start
+    saved = f"the last checkpoint is step 13 of {out}, later steps are lost"
+    said = saved if is_saved else f"no checkpoint yet in {out}"
+    assert line == f"run_accelerate.sh: ended at once by a second Ctrl-C; {said}"
 
 
 EARLY_AND_LATE = """
@@ -972,11 +1040,11 @@ def test_a_folder_that_cannot_be_made_or_filled_is_named(
     monkeypatch.setattr(launcher, "write_plan", full)
     handlers = {number: signal.getsignal(number) for number in CAUGHT}
     try:
-        assert launcher.main(sys.executable, ["--seed", "1"]) == 5
+        assert launcher.main(sys.executable, ["--dry_run"]) == 5
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("run_accelerate.sh: error[E_STORAGE] rank=0 step=0: ")
+    assert line.startswith("run_accelerate.sh: error[E_STORAGE]: ")
     assert line.endswith("/0/launch.yaml: No space left on device; free some space")
     assert [*(tmp_path / "full").iterdir()] == []

@@ -358,7 +358,7 @@ def begin(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     def start(statuses: str, **more: str) -> subprocess.Popen[str]:
         waits = {"RESTART_WAIT": "1", "CUDA_VISIBLE_DEVICES": "", "NUM_PROCESSES": "2"}
         return subprocess.Popen(
-            ["bash", str(ROOT / "run_accelerate.sh"), "--seed", "1"],
+            ["bash", str(ROOT / "run_accelerate.sh"), "--dry_run", "--seed", "1"],
             env=environment(**{**waits, "PYTHON": str(stub), "STATUSES": statuses, **more}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -38,7 +38,7 @@ SKY = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
 VARIABLES = {
     re.findall(r"`(\w+)`", row[0])[0] for row in rows(PAGES["launching.md"], "## run_accelerate.sh")
 }
-# Ctrl-C of a command is no end of a run.
+# No one presses Ctrl-C in a job.
 STATUSES = {
     kind.status
     for kind in vars(errors).values()

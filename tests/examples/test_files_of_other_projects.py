@@ -597,7 +597,7 @@ def launched(path: Path, gpus: int, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """The launch of run_accelerate.sh with CONFIG_FILE=path on a host with so many GPUs."""
     monkeypatch.setattr(plan, "count_gpus", lambda *visible: gpus)
     monkeypatch.setenv("CONFIG_FILE", str(path))
-    started, exports = plan.write_plan(path.with_name("target.yaml"), "auto")
+    started, exports, _ = plan.write_plan(path.with_name("target.yaml"), "auto")
     count, hosts = started["num_processes"], started["num_machines"]
     ranks = {"WORLD_SIZE": count, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": count // hosts}
     exported = {name: str(value) for name, value in {**ranks, **exports}.items()}

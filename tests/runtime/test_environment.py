@@ -277,7 +277,7 @@ def test_the_launch_script_without_a_place_for_its_files_ends_with_5():
     )
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr == (
-        "run_accelerate.sh: error[E_STORAGE] rank=0 step=0: no folder can be made in /nonexistent"
+        "run_accelerate.sh: error[E_STORAGE]: no folder can be made in /nonexistent"
         " (TMPDIR): No such file or directory; name another there\n"
     )
 

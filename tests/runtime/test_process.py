@@ -145,6 +145,58 @@ def stuck(tmp_path: Path, **environ: str) -> subprocess.Popen[str]:
     return started
 
 
+TRAINING = STUCK.replace("Ending(progress, debug=False)", "Ending(progress, False, ended_at_once)")
+TRAINING = TRAINING.replace("progress.peers = Peers(progress)", "progress.begin()")
+TRAINING = f"""from pathlib import Path
+from minimind.checkpoint.directory import ended_at_once
+{TRAINING}""".replace("Progress(rank=1)", "Progress(out_dir=Path(sys.argv[1]), step=15)")
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ([], "no checkpoint yet in {}"),
+        ([6, 13], "the last checkpoint is step 13 of {}, later steps are lost"),
+    ],
+)
+def test_a_second_ctrl_c_at_the_terminal_ends_a_run_in_one_process_with_130(
+    saved: list[int], said: str, tmp_path: Path
+):
+    """Deep in C in its main thread. Where its input is no terminal, only the first one counts."""
+    for step in saved:
+        (tmp_path / "checkpoints" / f"step_{step:08}").mkdir(parents=True)
+    command = [sys.executable, "-c", textwrap.dedent(TRAINING), str(tmp_path)]
+    keyboard, terminal = os.openpty()
+    for standard_input, status in ((terminal, 130), (subprocess.DEVNULL, None)):
+        started = subprocess.Popen(
+            command,
+            stdin=standard_input,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert started.stdout is not None
+        assert started.stdout.readline() == "ready\n"
+        started.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert started.poll() is None
+        started.send_signal(signal.SIGINT)
+        if status is None:
+            with pytest.raises(subprocess.TimeoutExpired):
+                started.wait(timeout=2)
+            started.kill()
+        _, report = started.communicate(timeout=60)
+        if status:
+            assert started.returncode == status
+            end = f"ended at once by a second Ctrl-C; {said.format(tmp_path)}"
+            assert report == f"train_pretrain: {end}\n"
+            last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+            assert (last["code"], last["status"], last["reason"]) == ("INTERRUPTED", 130, end)
+    os.close(keyboard)
+    os.close(terminal)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_before_training_a_stop_ends_a_worker_deep_in_c_and_claims_75(
     number: signal.Signals, tmp_path: Path
