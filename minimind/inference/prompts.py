@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
+from minimind.data.chat.conversations import SYSTEM, USER, Message
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import read_small_text
@@ -52,6 +54,21 @@ def _parse_line(line: str, where: str) -> str:
     if not isinstance(prompt, str):
         raise DataError(f'{where}: has no "prompt" that is a string; write {{"prompt": "..."}}')
     return prompt
+
+
+def room_for_answer(most_new: int, positions: int) -> int:
+    """Positions that a conversation leaves to its answer of at most `most_new` tokens."""
+    return max(1, min(most_new, positions // 2))
+
+
+def without_first_question(messages: Sequence[Message]) -> list[Message] | None:
+    """The messages without the first question and all that came before the next one.
+
+    A system message stays. None where there is no other question.
+    """
+    first = int(messages[0].role == SYSTEM)
+    later = [at for at in range(first + 1, len(messages)) if messages[at].role == USER]
+    return [*messages[:first], *messages[later[0] :]] if later else None
 
 
 def encode_prompt(prompt: str, number: int, tokenizer: Tokenizer, max_positions: int) -> list[int]:
