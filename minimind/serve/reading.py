@@ -102,7 +102,7 @@ class Reader:
         except (DocumentError, UsageError, DataError) as error:
             remedy = f"; {error.remedy}" if isinstance(error, DocumentError) else ""
             raise Refusal(400, f"{error}{remedy}", "invalid_value", "messages") from None
-        more = {"is_thought": asks_for_thought(text), "has_tools": bool(conversation.tools)}
+        more: Json = {"is_thought": asks_for_thought(text), "has_tools": bool(conversation.tools)}
         if is_cut:
             more["dropped"] = len(conversation) - left
         return {"settings": request.settings(), "prompts": [[ids, ""]], **more}
