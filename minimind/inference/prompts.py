@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 from minimind.data.chat.conversations import SYSTEM, USER, Message
 from minimind.data.tokenizer.load import Tokenizer
@@ -61,14 +62,23 @@ def room_for_answer(most_new: int, positions: int) -> int:
     return max(1, min(most_new, positions // 2))
 
 
-def without_first_question(messages: Sequence[Message]) -> list[Message] | None:
-    """The messages without the first question and all that came before the next one.
+def latest(messages: Sequence[Message], fits: Callable[[list[Message]], bool]) -> list[Message]:
+    """The messages without the first questions, each with its answer; as few of them as fit.
 
-    A system message stays. None where there is no other question.
+    A system message stays, and the last question also if it does not fit. Found by bisection: of a
+    conversation that fits, so do its last questions.
     """
+    if fits([*messages]):
+        return [*messages]
     first = int(messages[0].role == SYSTEM)
     later = [at for at in range(first + 1, len(messages)) if messages[at].role == USER]
-    return [*messages[:first], *messages[later[0] :]] if later else None
+
+    def since(at: int) -> list[Message]:
+        return [*messages[:first], *messages[at:]]
+
+    # The last one is not asked for: it stays.
+    at = bisect_left(later[:-1], True, key=lambda at: fits(since(at)))
+    return since(later[at]) if later else [*messages]
 
 
 def encode_prompt(prompt: str, number: int, tokenizer: Tokenizer, max_positions: int) -> list[int]:

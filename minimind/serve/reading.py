@@ -17,7 +17,7 @@ from minimind.data.chat.template import ChatTemplate, asks_for_thought
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.errors import DataError, RunError, UsageError
-from minimind.inference.prompts import encode_prompt, room_for_answer, without_first_question
+from minimind.inference.prompts import encode_prompt, latest, room_for_answer
 from minimind.runtime.checked_json import shown
 from minimind.serve.protocol import (
     ChatRequest,
@@ -98,34 +98,33 @@ class Reader:
             self._require_few(one.get("role") for one in request.messages)
         try:
             conversation = conversation_of_request(request, template, self._call_form)
-            left, (text, ids) = self._fitting(request, conversation, template, is_cut)
+            turns = len(conversation)
+            if is_cut:
+                conversation = self._latest(request, conversation, template)
+            text, ids = self._prompt(conversation, template, room=1)
         except (DocumentError, UsageError, DataError) as error:
             remedy = f"; {error.remedy}" if isinstance(error, DocumentError) else ""
             raise Refusal(400, f"{error}{remedy}", "invalid_value", "messages") from None
         more: Json = {"is_thought": asks_for_thought(text), "has_tools": bool(conversation.tools)}
         if is_cut:
-            more["dropped"] = len(conversation) - left
+            more["dropped"] = turns - len(conversation)
         return {"settings": request.settings(), "prompts": [[ids, ""]], **more}
 
-    def _fitting(
-        self, request: ChatRequest, conversation: Conversation, template: ChatTemplate, is_cut: bool
-    ) -> tuple[int, tuple[str, list[int]]]:
-        """How many messages are answered, their text and its ids; raise Refusal.
-
-        With `is_cut` the first questions are left out as by `minimind chat`: until the answer has
-        room, or the last question is alone.
-        """
+    def _latest(
+        self, request: ChatRequest, conversation: Conversation, template: ChatTemplate
+    ) -> Conversation:
+        """The conversation without what `minimind chat` would drop, too."""
         asked = self._usual_tokens if request.most_new is None else request.most_new
         room = room_for_answer(asked, self._positions)
-        while True:
-            shorter = without_first_question(conversation) if is_cut else None
+
+        def fits(messages: Iterable[Message]) -> bool:
             try:
-                found = self._prompt(conversation, template, 1 if shorter is None else room)
-                return len(conversation), found
+                self._prompt(conversation.with_turns(messages), template, room)
             except Refusal:
-                if shorter is None:
-                    raise
-            conversation = conversation.with_turns(shorter)
+                return False
+            return True
+
+        return conversation.with_turns(latest(conversation, fits))
 
     def _prompt(
         self, conversation: Conversation, template: ChatTemplate, room: int

@@ -199,7 +199,7 @@ def test_an_answer_ends_at_the_last_position(server: InProcess):
 def test_a_conversation_is_cut_as_in_the_terminal(
     server: InProcess, chat_model: Path, most_new: int | None, system: str | None
 ):
-    """With `truncation` auto; only then is an answer told how many messages were dropped."""
+    """As few of the first questions as leave room for the answer, each with what follows it."""
     model, tokenizer, _ = load_model(None, str(chat_model))
     template = template_of(tokenizer, None, chat_model)
     sampling = Sampling(max_new_tokens=most_new or ANSWER["max_new_tokens"])
@@ -207,15 +207,16 @@ def test_a_conversation_is_cut_as_in_the_terminal(
     limit, found = POSITIONS - min(sampling.max_new_tokens, POSITIONS // 2), set()
     for count in range(0, 20, 3):
         pairs = [Message(role, f"{n} " * 25) for n in range(count) for role in (USER, ASSISTANT)]
-        messages = [*chat.messages, *pairs, Message(USER, "ab")]
-        kept, ids = chat._fitting(messages)
-        asked = [{"role": one.role, "content": one.content} for one in messages]
+        last = Message(USER, "ab")
+        cuts = [[*chat.messages, *pairs[2 * n :], last] for n in range(count + 1)]
+        kept, ids = next((one, ids) for one in cuts if len(ids := template.prompt(one)) <= limit)
+        assert chat._fitting(cuts[0]) == (kept, ids)
+        asked = [{"role": one.role, "content": one.content} for one in cuts[0]]
         fields = {"messages": asked, "truncation": "auto", "max_tokens": most_new}
         read = asyncio.run(server.readers.read("a", CHAT, json.dumps(fields).encode()))
         assert read["prompts"] == [[ids, ""]]
-        assert read["dropped"] == len(messages) - len(kept)
+        assert read["dropped"] == len(cuts[0]) - len(kept)
         found.add(read["dropped"] > 0)
-        assert len(ids) <= limit
     assert found == {False, True}
 
 
