@@ -65,7 +65,7 @@ def started(root: Path, place: Path) -> Iterator[tuple[psutil.Process, str]]:
         [*line, "--port", "0"], stdout=subprocess.PIPE, text=True, env=environment, cwd=place
     ) as process:
         assert process.stdout is not None
-        yield psutil.Process(process.pid), process.stdout.readline().split(": ")[0]
+        yield psutil.Process(process.pid), process.stdout.readline().split()[0]
         process.kill()
 
 

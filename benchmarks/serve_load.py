@@ -51,7 +51,7 @@ def started(place: Path) -> Iterator[tuple[psutil.Process, str]]:
     environment = {**os.environ, "MINIMIND_API_KEY": KEY}
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
-        yield psutil.Process(process.pid), process.stdout.readline().split(": ")[0]
+        yield psutil.Process(process.pid), process.stdout.readline().split()[0]
         process.terminate()
         assert process.wait(60) == 0
 

@@ -102,7 +102,7 @@ class Serve(OfChat):
             scheduler = Scheduler(model, self.max_batch, self.max_queue, self.batch_invariant)
             try:
                 server = http_server(build_app(served, scheduler, readers, limits))
-                print(f"{address(listening)}: {served.name}; Ctrl-C ends", flush=True)
+                print(f"{address(listening)} serves {served.name}; Ctrl-C ends it", flush=True)
                 # Uvicorn ends on a signal, and then raises it again for the handler before.
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, lambda *_: None)
@@ -140,6 +140,7 @@ def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
     name = Path(place).name or Path.cwd().name
     positions = model.config.max_position_embeddings
     most = min(args.max_tokens or positions, positions)
+    defaults = Sampling(**ANSWER), Sampling()
     given = {
         "tokenizer": str(tokenizer.path),
         "template": source,
@@ -148,10 +149,10 @@ def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
         "name": name,
         "positions": positions,
         "most_tokens": most,
+        "usual_tokens": min(defaults[0].max_new_tokens, most),
         "most_texts": args.max_queue,
     }
     readers = Readers(given, args.max_batch + args.max_queue)
-    defaults = Sampling(**ANSWER), Sampling()
     served = ServedModel(name, model, tokenizer, readers.template, *defaults, most)
     return model, served, readers
 

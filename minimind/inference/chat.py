@@ -32,6 +32,7 @@ from minimind.data.text.documents import DocumentError, ReadOptions
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
 from minimind.inference.engine import continue_ids
+from minimind.inference.prompts import latest, room_for_answer
 from minimind.inference.text import Sampling
 from minimind.runtime import disk
 from minimind.runtime.durable_files import write_whole
@@ -243,18 +244,19 @@ class Chat:
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The last of these messages that leave half of the positions to the answer, and ids."""
         limit = self.model.config.max_position_embeddings
-        room = max(1, min(self.sampling.max_new_tokens, limit // 2))
-        first = int(messages[0].role == SYSTEM)
-        while len(ids := self.template.prompt(self._conversation(messages))) > limit - room:
-            # The first question is left out, with all that came before the next.
-            later = [at for at in range(first + 1, len(messages)) if messages[at].role == USER]
-            if not later:
-                what = "the system message and the turn have" if first else "the turn has"
-                raise UsageError(
-                    f"{what} {len(ids)} tokens, more than {limit - room}: the answer needs {room}"
-                    f" of the model's {limit} positions; shorten it"
-                )
-            messages = [*messages[:first], *messages[later[0] :]]
+        room = room_for_answer(self.sampling.max_new_tokens, limit)
+
+        def ids_of(some: list[Message]) -> list[int]:
+            return self.template.prompt(self._conversation(some))
+
+        messages = latest(messages, lambda some: len(ids_of(some)) <= limit - room)
+        if len(ids := ids_of(messages)) > limit - room:
+            has_system = messages[0].role == SYSTEM
+            what = "the system message and the turn have" if has_system else "the turn has"
+            raise UsageError(
+                f"{what} {len(ids)} tokens, more than {limit - room}: the answer needs {room}"
+                f" of the model's {limit} positions; shorten it"
+            )
         return messages, ids
 
     def save(self, path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
+from minimind.data.chat.conversations import SYSTEM, USER, Message
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import DataError, UsageError
 from minimind.runtime.durable_files import read_small_text
@@ -52,6 +55,30 @@ def _parse_line(line: str, where: str) -> str:
     if not isinstance(prompt, str):
         raise DataError(f'{where}: has no "prompt" that is a string; write {{"prompt": "..."}}')
     return prompt
+
+
+def room_for_answer(most_new: int, positions: int) -> int:
+    """Positions that a conversation leaves to its answer of at most `most_new` tokens."""
+    return max(1, min(most_new, positions // 2))
+
+
+def latest(messages: Sequence[Message], fits: Callable[[list[Message]], bool]) -> list[Message]:
+    """The messages without the first questions, each with its answer; as few of them as fit.
+
+    A system message stays, and the last question also if it does not fit. Found by bisection: of a
+    conversation that fits, so do its last questions.
+    """
+    if fits([*messages]):
+        return [*messages]
+    first = int(messages[0].role == SYSTEM)
+    later = [at for at in range(first + 1, len(messages)) if messages[at].role == USER]
+
+    def since(at: int) -> list[Message]:
+        return [*messages[:first], *messages[at:]]
+
+    # The last one is not asked for: it stays.
+    at = bisect_left(later[:-1], True, key=lambda at: fits(since(at)))
+    return since(later[at]) if later else [*messages]
 
 
 def encode_prompt(prompt: str, number: int, tokenizer: Tokenizer, max_positions: int) -> list[int]:

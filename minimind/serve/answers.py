@@ -39,6 +39,8 @@ class ServedModel:
         text_ends = template["text_ends"] if template else ()
         self.answers, self.texts = replace(answers, stop=(*answers.stop, *text_ends)), texts
         self.positions: int = model.config.max_position_embeddings
+        self.architecture: str = model.config.model_type
+        self.parameters = sum(one.numel() for one in model.parameters())  # tied ones once
         self.most_tokens = most_tokens
         self.ends = frozenset((tokenizer.eos_id,))
         self.ends_of_turns = self.ends.union(template["ends_of_turns"] if template else ())
@@ -87,6 +89,7 @@ class Answer:
     def __init__(self, served: ServedModel, read: Json, is_chat: bool) -> None:
         self.served, self.settings = served, Settings(**read["settings"])
         self.is_chat, self.created, choices = is_chat, int(time.time()), self.settings.choices
+        self._dropped = {"dropped_messages": read["dropped"]} if "dropped" in read else {}
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}"
         self.sampling = served.sampling(self.settings, served.answers if is_chat else served.texts)
         self.ends = served.ends_of_turns if is_chat else served.ends
@@ -139,7 +142,8 @@ class Answer:
         return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
 
     def _head(self, name: str) -> Json:
-        return {"id": self.id, "object": name, "created": self.created, "model": self.served.name}
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.served.name}
+        return {**head, **self._dropped}
 
 
 class ChatChoice:

@@ -274,15 +274,17 @@ class _Endpoints:
 
     def _model(self) -> dict[str, Any]:
         served = self._served
-        sizes = {"max_model_len": served.positions, "has_chat_template": bool(served.template)}
         return {
-            **{
-                "id": served.name,
-                "object": "model",
-                "created": served.created,
-                "owned_by": "minimind",
-            },
-            **sizes,
+            "id": served.name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "minimind",
+            # Not of OpenAI's interface; the first is vLLM's.
+            "max_model_len": served.positions,
+            "max_completion_tokens": served.most_tokens,
+            "architecture": served.architecture,
+            "parameters": served.parameters,
+            "has_chat_template": bool(served.template),
         }
 
     async def chat(self, _: HttpRequest) -> ASGIApp:

@@ -202,6 +202,7 @@ class ChatRequest(Request):
     function_call: Any = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # of OpenAI's other interface, Responses
 
     @property
     def top(self) -> int | None:

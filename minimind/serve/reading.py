@@ -8,16 +8,16 @@ The module imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from minimind.data.chat.conversations import ASSISTANT, USER, Message
+from minimind.data.chat.conversations import ASSISTANT, USER, Conversation, Message
 from minimind.data.chat.template import ChatTemplate, asks_for_thought
 from minimind.data.text.documents import DocumentError
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
 from minimind.errors import DataError, RunError, UsageError
-from minimind.inference.prompts import encode_prompt
+from minimind.inference.prompts import encode_prompt, latest, room_for_answer
 from minimind.runtime.checked_json import shown
 from minimind.serve.protocol import (
     ChatRequest,
@@ -39,8 +39,8 @@ TOO_LONG = "context_length_exceeded"
 class Reader:
     """A tokenizer and a template, and what requests are compared with.
 
-    `positions` are the model's, `most_tokens` the bound of an answer, and `most_texts` that of the
-    texts of a request.
+    `positions` are the model's, `most_tokens` the bound of an answer, `usual_tokens` the same where
+    a chat names none, and `most_texts` the bound of the texts of a request.
     """
 
     def __init__(
@@ -50,10 +50,12 @@ class Reader:
         name: str,
         positions: int,
         most_tokens: int,
+        usual_tokens: int,
         most_texts: int,
     ) -> None:
         self._name, self._tokenizer, self._template = name, tokenizer, template
         self._positions, self._most_tokens, self._most_texts = positions, most_tokens, most_texts
+        self._usual_tokens = usual_tokens
         self._call_form = call_form(template) if template else None
         self._most_turns = positions if template and self._writes_each_turn(template) else None
         names = tokenizer.special_tokens()
@@ -91,22 +93,56 @@ class Reader:
                 " serve a model that was fine-tuned with --task sft, or give --chat_template",
                 "no_chat_template",
             )
-        # Turns that have a token each, and no position: before all is read.
-        turns = sum(one.get("role") in (USER, ASSISTANT) for one in request.messages)
-        if self._most_turns is not None and turns > self._most_turns:
-            raise self._too_long(f"the conversation has {turns:,} turns", "messages")
+        is_cut = request.truncation == "auto"
+        if not is_cut:  # before all is read
+            self._require_few(one.get("role") for one in request.messages)
         try:
             conversation = conversation_of_request(request, template, self._call_form)
-            text = template.asked(conversation)
-            self._require_short(text, "the conversation", "messages")
-            ids = template.ids(text)
+            turns = len(conversation)
+            if is_cut:
+                conversation = self._latest(request, conversation, template)
+            text, ids = self._prompt(conversation, template, room=1)
         except (DocumentError, UsageError, DataError) as error:
             remedy = f"; {error.remedy}" if isinstance(error, DocumentError) else ""
             raise Refusal(400, f"{error}{remedy}", "invalid_value", "messages") from None
-        if len(ids) >= self._positions:
-            raise self._too_long(f"the conversation has {len(ids)} tokens", "messages")
-        more = {"is_thought": asks_for_thought(text), "has_tools": bool(conversation.tools)}
+        more: Json = {"is_thought": asks_for_thought(text), "has_tools": bool(conversation.tools)}
+        if is_cut:
+            more["dropped"] = turns - len(conversation)
         return {"settings": request.settings(), "prompts": [[ids, ""]], **more}
+
+    def _latest(
+        self, request: ChatRequest, conversation: Conversation, template: ChatTemplate
+    ) -> Conversation:
+        """The conversation without what `minimind chat` would drop, too."""
+        asked = self._usual_tokens if request.most_new is None else request.most_new
+        room = room_for_answer(asked, self._positions)
+
+        def fits(messages: Iterable[Message]) -> bool:
+            try:
+                self._prompt(conversation.with_turns(messages), template, room)
+            except Refusal:
+                return False
+            return True
+
+        return conversation.with_turns(latest(conversation, fits))
+
+    def _prompt(
+        self, conversation: Conversation, template: ChatTemplate, room: int
+    ) -> tuple[str, list[int]]:
+        """A conversation's text and its ids; raise Refusal where they leave less room."""
+        self._require_few(turn.role for turn in conversation)
+        text = template.asked(conversation)
+        self._require_short(text, "the conversation", "messages")
+        ids = template.ids(text)
+        if len(ids) > self._positions - room:
+            raise self._too_long(f"the conversation has {len(ids)} tokens", "messages")
+        return text, ids
+
+    def _require_few(self, roles: Iterable[Any]) -> None:
+        """Raise Refusal for more turns than positions, if each has a token."""
+        turns = sum(role in (USER, ASSISTANT) for role in roles)
+        if self._most_turns is not None and turns > self._most_turns:
+            raise self._too_long(f"the conversation has {turns:,} turns", "messages")
 
     def complete(self, body: bytes) -> Json:
         """What a body of /v1/completions asks for; raise Refusal."""
@@ -172,7 +208,7 @@ class Reader:
 
 def load(given: Json) -> tuple[Json, Callable[[bytes], bytes]]:
     """The facts of a template, or the error of one, and what answers requests; see `Readers`."""
-    names = ("name", "positions", "most_tokens", "most_texts")
+    names = ("name", "positions", "most_tokens", "usual_tokens", "most_texts")
     try:
         tokenizer, template = load_tokenizer(given["tokenizer"]), None
         # The server decodes by itself; this fails here first if it takes too long.

@@ -34,6 +34,7 @@ def readers_of(tokenizer: Path, source: str | None, **more: Any) -> Readers:
     """What reads requests of a model; `source`: of its template."""
     names = {"name": "tiny", "called": "the template of a test", "variables": {}}
     bounds = {"positions": POSITIONS, "most_tokens": POSITIONS, "most_texts": 64}
+    bounds["usual_tokens"] = ANSWER["max_new_tokens"]
     given = {"tokenizer": str(tokenizer), "template": source, **names, **bounds}
     return Readers({**given, **more}, 80)
 

@@ -15,7 +15,8 @@ VALUES: list[Any] = [
 FIELDS = (
     "model messages prompt max_tokens max_completion_tokens temperature top_p top_k seed n stop"
     " stream stream_options logprobs top_logprobs echo tools tool_choice functions response_format"
-    " chat_template_kwargs frequency_penalty logit_bias suffix best_of repetition_penalty unknown"
+    " truncation chat_template_kwargs frequency_penalty logit_bias suffix best_of"
+    " repetition_penalty unknown"
 ).split()
 TURN = "role content name tool_calls tool_call_id reasoning_content weight function_call".split()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,15 @@ from transformers import MambaConfig, MistralConfig, OpenAIGPTConfig
 
 from minimind.architecture.hf_models import model_of
 from minimind.cli.main import main
+from minimind.cli.model import ANSWER
+from minimind.data.chat.conversations import ASSISTANT, USER, Message
 from minimind.data.chat.template import DEFAULT_TEMPLATE, ChatTemplate
+from minimind.inference.chat import Chat, template_of
 from minimind.inference.engine import Batch, generate_texts
 from minimind.inference.load_model import load_model
 from minimind.inference.text import Sampling
 from minimind.serve.protocol import ChatRequest, conversation_of_request
+from minimind.serve.reading import CHAT
 from minimind.serve.scheduler import Scheduler
 from tests.serve.conftest import POSITIONS, InProcess
 
@@ -187,6 +192,57 @@ def test_an_answer_ends_at_the_last_position(server: InProcess):
     assert response.json()["error"]["code"] == "context_length_exceeded"
     body = {"prompt": [7] * POSITIONS, "max_tokens": 0, "echo": True}
     assert server.post("/v1/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize("most_new", [None, 1, 100, 1024])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_conversation_is_cut_as_in_the_terminal(
+    server: InProcess, chat_model: Path, most_new: int | None, system: str | None
+):
+    """As few of the first questions as leave room for the answer, each with what follows it."""
+    model, tokenizer, _ = load_model(None, str(chat_model))
+    template = template_of(tokenizer, None, chat_model)
+    sampling = Sampling(max_new_tokens=most_new or ANSWER["max_new_tokens"])
+    chat = Chat(model, tokenizer, template, sampling, system)
+    limit, found = POSITIONS - min(sampling.max_new_tokens, POSITIONS // 2), set()
+    for count in range(0, 20, 3):
+        pairs = [Message(role, f"{n} " * 25) for n in range(count) for role in (USER, ASSISTANT)]
+        last = Message(USER, "ab")
+        cuts = [[*chat.messages, *pairs[2 * n :], last] for n in range(count + 1)]
+        kept, ids = next((one, ids) for one in cuts if len(ids := template.prompt(one)) <= limit)
+        assert chat._fitting(cuts[0]) == (kept, ids)
+        asked = [{"role": one.role, "content": one.content} for one in cuts[0]]
+        fields = {"messages": asked, "truncation": "auto", "max_tokens": most_new}
+        read = asyncio.run(server.readers.read("a", CHAT, json.dumps(fields).encode()))
+        assert read["prompts"] == [[ids, ""]]
+        assert read["dropped"] == len(cuts[0]) - len(kept)
+        found.add(read["dropped"] > 0)
+    assert found == {False, True}
+
+
+def test_an_answer_says_how_many_messages_it_has_not_read(server: InProcess):
+    pair = [{"role": "user", "content": "ab " * 400}, {"role": "assistant", "content": "c " * 400}]
+    last = {"role": "user", "content": "ab"}
+    cut: Any = {"truncation": "auto", "max_tokens": 2}
+    body = {"messages": [*pair * 3, last], **cut}
+    assert server.post("/v1/chat/completions", body).json()["dropped_messages"] == 4
+    for event in server.events("/v1/chat/completions", body):
+        assert event["dropped_messages"] == 4
+    assert server.chat("ab", **cut)["dropped_messages"] == 0
+    assert "dropped_messages" not in server.chat("ab", max_tokens=2)
+    response = server.post("/v1/chat/completions", {**body, "truncation": "disabled"})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    alone = {"messages": [{**last, "content": "ab " * 2000}], **cut}
+    response = server.post("/v1/chat/completions", alone)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_last_question_may_leave_an_answer_little_room(server: InProcess):
+    """The terminal refuses one that leaves less than half; here the answer ends at the last."""
+    body = {"messages": [{"role": "user", "content": "ab " * 700}], "truncation": "auto"}
+    usage = server.post("/v1/chat/completions", body).json()["usage"]
+    assert POSITIONS // 2 < usage["prompt_tokens"] < POSITIONS
+    assert usage["total_tokens"] <= POSITIONS
 
 
 def test_likelihoods_are_those_of_the_model(server: InProcess, chat_model: Path):

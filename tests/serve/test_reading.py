@@ -170,7 +170,13 @@ def test_only_what_cannot_fit_is_refused_unread(server: InProcess):
     tokenizer = server.served.tokenizer
     last_turns = DEFAULT_TEMPLATE.replace("in messages", "in messages[-9:]")
     first_letters = DEFAULT_TEMPLATE.replace("message['content']", "message['content'][:9]")
-    bounds = {"name": "tiny", "positions": 64, "most_tokens": 64, "most_texts": 2}
+    bounds = {
+        "name": "tiny",
+        "positions": 64,
+        "most_tokens": 64,
+        "usual_tokens": 64,
+        "most_texts": 2,
+    }
     many, long = chat_of(*["a"] * 65), chat_of("ab " * 9999)
     for source, fits_many, fits_long in (
         (DEFAULT_TEMPLATE, False, False),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import POSITIONS
 from tests.serve.conftest import InProcess
 from tests.serve.fuzz import malformed
 
@@ -62,6 +63,7 @@ def refused(server: InProcess, path: str, content: bytes | str) -> Any:
         ({"messages": USER, "temprature": 0}, 400, "is not supported; is it temperature?"),
         ({"messages": USER, "reasoning_effort": "high"}, 400, "is not supported; drop it"),
         ({"messages": USER, "min_p": 0.1}, 400, "unknown field min_p"),
+        ({"messages": USER, "truncation": "middle"}, 400, "has truncation = 'middle'"),
         ({"messages": USER, "store": True}, 400, "has store = True"),
         ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, 400, "its other name"),
         ({"messages": USER, "tools": [TOOL], "parallel_tool_calls": False}, 400, "is false"),
@@ -153,7 +155,11 @@ def test_paths_and_methods_that_are_none(server: InProcess):
         assert response.status_code == status
         assert response.json()["error"]["message"]
     assert [one["id"] for one in server.ask("GET", "/v1/models").json()["data"]] == ["tiny"]
-    assert server.ask("GET", "/v1/models/tiny").json()["id"] == "tiny"
+    entry = server.ask("GET", "/v1/models/tiny").json()
+    sizes = {"max_model_len": POSITIONS, "max_completion_tokens": POSITIONS}
+    model = server.scheduler._model
+    sizes |= {"architecture": "minimind", "parameters": model.num_parameters()}
+    assert entry == {**entry, "id": "tiny", "has_chat_template": True, **sizes}
     health = server.ask("GET", "/health").json()
     counts = {"arriving": 0, "reading": 0, "running": 0, "waiting": 0}
     assert health == {"status": "ok", **counts}

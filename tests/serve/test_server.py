@@ -344,8 +344,8 @@ def test_the_command_ends_on_a_signal(chat_model: Path, number: int, prefix: str
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(line, env=environment, cwd=ROOT, **options) as process:
         assert process.stdout is not None
-        url, name = process.stdout.readline().split(": ")
-        assert name == f"{chat_model.name}; Ctrl-C ends\n"
+        url, rest = process.stdout.readline().split(" ", 1)  # a terminal's link ends at the blank
+        assert rest == f"serves {chat_model.name}; Ctrl-C ends it\n"
         body = {**LONG, "stream": True}
         right = {"Authorization": "Bearer k"}
         post = partial(httpx.stream, "POST", timeout=60)
