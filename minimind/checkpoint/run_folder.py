@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -21,10 +22,10 @@ from minimind.config.flags import FLAGS, SHAPE
 from minimind.config.origin import Rank
 from minimind.config.run_config import RunConfig
 from minimind.config.run_record import HEAD, REST, with_sum
-from minimind.errors import LockedError, StorageError, UsageError
+from minimind.errors import CURES, LockedError, StorageError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.drafts import remove_left
-from minimind.runtime.durable_files import require_regular, storing, write_whole
+from minimind.runtime.durable_files import require_regular, storing, why_unwritable, write_whole
 from minimind.runtime.urls import masked_values
 
 START_FLAGS = (
@@ -147,9 +148,10 @@ def require_folder(folder: Path, name: str) -> None:
         with TemporaryFile(dir=parent):
             pass
     except OSError as error:
+        cure = CURES.get(error.errno or 0, "correct its permissions")
+        remedy = "give another" if error.errno == errno.ENOENT else f"{cure}, or give another"
         raise StorageError(
-            f"{name} {folder}: {parent} cannot be written ({error.strerror}); correct its"
-            " permissions, or give another"
+            f"{name} {folder}: {parent} cannot be written ({why_unwritable(error)}); {remedy}"
         ) from error
 
 

@@ -28,7 +28,7 @@ from minimind.config.names import is_utf8, utf8_fault
 from minimind.config.template_variables import template_variables
 from minimind.errors import RunError, StorageError, UsageError
 from minimind.runtime import disk
-from minimind.runtime.durable_files import require_writable, storing
+from minimind.runtime.durable_files import require_writable, storing, why_unwritable
 
 NUMBERS: dict[str, type] = {"int": int, "float": float}
 MOST_READ = 2**24  # characters of a file that may be replaced
@@ -175,7 +175,7 @@ class OutputFile(Command):
         try:
             require_writable(out)
         except OSError as error:
-            reason = f"cannot be written ({error.strerror})"
+            reason = f"cannot be written ({why_unwritable(error)})"
             raise StorageError(f"--out {out}: {reason}; give another file") from error
 
 

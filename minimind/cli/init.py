@@ -25,6 +25,7 @@ from minimind.cli.plan import DATA_SHEETS
 from minimind.config.flags import DEVICES, EVAL_TIME, FEWEST_PIECES, FIRST_EVAL_ROWS
 from minimind.config.parse import build_config
 from minimind.config.paths import shell_word
+from minimind.config.rules import FEWEST_DOCUMENTS, held_out_of
 from minimind.config.run_config import CONFIGS
 from minimind.errors import DataError, RunError, UsageError
 from minimind.report.formats import count
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 HOURS = 1.0
 RECIPE = {"config": "strong"}
-# Documents are held out by their hashes: where 5 are expected, none is once in 150 texts.
-HELD_OUT_DOCUMENTS, FEWEST_DOCUMENTS = 5, 50
 TOO_FEW = (
     f"nothing, so the run is not validated: it takes {FEWEST_DOCUMENTS} documents, such as a .jsonl"
     " file with a paragraph a line (a .txt file is one document), or --val_path of the run"
@@ -258,11 +257,7 @@ class Sample:
     @property
     def held_out(self) -> float:
         """--val_fraction by which some of the documents are held out, 0 for too few of them."""
-        from minimind.architecture.choice import HELD_OUT
-
-        if self.documents < FEWEST_DOCUMENTS:
-            return 0.0
-        return min(1.0, max(HELD_OUT, round(HELD_OUT_DOCUMENTS / self.documents, 3)))
+        return held_out_of(self.documents)
 
     @property
     def vocab_size(self) -> int | None:

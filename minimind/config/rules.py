@@ -26,6 +26,8 @@ HIGHEST_RATE = 6e-3  # above it, small models became unstable
 # Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU.
 GPU_TOKENS = 8192
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": GPU_TOKENS}
+# Documents are held out by their hashes: where 5 are expected, none is once in 150 texts.
+HELD_OUT_DOCUMENTS, FEWEST_DOCUMENTS = 5, 50
 
 
 @dataclass(frozen=True)
@@ -250,3 +252,14 @@ def values_by_rules(
     work = Workload(parameters, tokens, epochs, max(0, steps - decay))
     known = [name for name in names if sources is not None or name not in BY_EPOCHS]
     return {**suited_values(known, work), **values}, work
+
+
+def held_out_of(documents: float, tokens: float = math.inf, row_tokens: int = 0) -> float:
+    """--val_fraction by which some documents, and two rows, are held out; 0 for too small a text.
+
+    `tokens` are those of the text, and `row_tokens` those of a row.
+    """
+    if documents < FEWEST_DOCUMENTS or 4 * row_tokens > tokens:
+        return 0.0
+    share = max(HELD_OUT_DOCUMENTS / documents, 2 * row_tokens / tokens)
+    return min(1.0, max(RunConfig.val_fraction, round(share, 3)))

@@ -81,6 +81,13 @@ def require_writable(path: Path) -> None:
     draft_of(path).unlink()
 
 
+def why_unwritable(error: OSError) -> str:
+    """Why no file could be made in a folder that is there, in words."""
+    if error.errno == errno.ENOENT:  # such as /proc: "No such file" would be of the new one
+        return "its file system takes no new files"
+    return error.strerror or str(error)
+
+
 @contextmanager
 def storing(what: str, remedy: str, needed: int = 0) -> Iterator[None]:
     """Convert an OSError inside the block into StorageError: `what: why; remedy`.

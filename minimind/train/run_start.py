@@ -21,6 +21,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags
 from minimind.config.flags import AUTO, FLAGS, RULED
 from minimind.config.origin import Rank
+from minimind.config.rules import held_out_of
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
@@ -330,7 +331,11 @@ def data_notes(context: RunContext) -> list[str]:
     is_validated = run.eval_rows != 0 and (run.val_fraction or run.val_path)
     if is_validated and not len(context.held_out.rows):
         documents = sum(source["documents"] for source in prepared.manifest["sources"])
-        way_out = "raise --val_fraction, or give --val_path or more documents (a .txt file is one)"
+        tokens = sum(part["tokens"] for part in prepared.manifest["splits"].values())
+        fraction = held_out_of(documents, tokens, run.max_seq_len + 1)
+        way_out = "give --val_path, or more documents (a .txt file is one)"
+        if fraction > (run.val_fraction or 0):
+            way_out = f"give --val_fraction {fraction:g}, or --val_path"
         if text.folder:
             way_out = "prepare it with a larger --val_fraction, or a --val_path"
         notes.append(

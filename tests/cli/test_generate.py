@@ -446,7 +446,7 @@ def test_prompts_of_a_file_are_answered_in_order(
         ("--prompts HALF.jsonl", 3, "prompt 1: a text is not Unicode: a lone surrogate"),
         ("--prompts P --out " + "x" * 300, 5, "cannot be written (File name too long)"),
         ("--prompts P --out nowhere/answers", 5, "there is no folder nowhere; make it"),
-        ("--prompts P --out /proc/answers", 5, "--out /proc/answers: cannot be written (No such"),
+        ("--prompts P --out /proc/answers", 5, "--out /proc/answers: cannot be written (its file"),
         ("--prompts P --out P --force", 2, "is where the prompts are; give another"),
         ("--prompt a --tokenizer P", 2, "--tokenizer is for --model"),
     ],

@@ -17,6 +17,7 @@ from minimind.config.rules import (
     Workload,
     batch_values,
     flags_with_rules,
+    held_out_of,
     suited_rows,
     suited_values,
     tokens_per_step,
@@ -180,3 +181,19 @@ def test_a_warm_up_is_a_hundred_steps_or_three_tenths_of_a_short_run(steps: int,
 )
 def test_rules_hold_for_what_they_were_fitted_to(line: str, optimizer: str, names: list[str]):
     assert sorted(flags_with_rules(parse(line), optimizer)) == names
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens", "row_tokens", "fraction"),
+    [
+        (200, 1e6, 257, 0.025),
+        (10_000, 1e9, 257, 0.01),
+        (100, 4000, 257, 0.129),
+        (49, 1e6, 257, 0.0),
+        (100, 900, 257, 0.0),
+    ],
+)
+def test_the_share_that_is_held_out_has_documents_and_rows(
+    documents: int, tokens: float, row_tokens: int, fraction: float
+):
+    assert held_out_of(documents, tokens, row_tokens) == pytest.approx(fraction, abs=5e-4)

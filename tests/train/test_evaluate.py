@@ -203,6 +203,13 @@ def test_a_run_that_is_not_validated_says_so(tmp_path, capsys):
         words = {"data_path": [str(tmp_path / "book.txt")], "val_fraction": fraction}
         assert train(flags, out_dir=out_dir, **words) == 0
         assert (warning in " ".join(capsys.readouterr().out.split())) is is_said
+    lines = [json.dumps({"text": f"Of the words of text {n}."}) + "\n" for n in range(200)]
+    (tmp_path / "lines.jsonl").write_text("".join(lines))
+    words = {"data_path": [str(tmp_path / "lines.jsonl")], "val_fraction": 1e-6}
+    assert train(flags, out_dir=str(tmp_path / "out-few"), **words) == 0
+    warning_of_many = warning.replace("1 documents", "200 documents")
+    way_out = "; give --val_fraction 0.025, or --val_path"
+    assert warning_of_many + way_out in " ".join(capsys.readouterr().out.split())
     words = ["prepare", str(tmp_path / "book.txt"), "--vocab_size", "512"]
     assert minimind([*words, "--out", str(tmp_path / "folder")]) == 0
     assert train(flags, data_path=[str(tmp_path / "folder")], out_dir=str(tmp_path / "out")) == 0
