@@ -8,7 +8,6 @@ import shlex
 from contextlib import ExitStack
 from math import gcd
 from pathlib import Path
-from textwrap import wrap
 
 from minimind.checkpoint.directory import OWNER
 from minimind.checkpoint.identity import identity
@@ -56,7 +55,7 @@ from minimind.train.evaluate import build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.loop import GO_BACK, RunContext, register_cleanup, train
 from minimind.train.rows import build_batches
-from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
+from minimind.train.run_start import folded, log_run_start, log_start_event
 from minimind.train.speed import mfu_per_speed, setting_of
 from minimind.train.start import Plan, decide, traced_steps
 from minimind.train.what_next import what_next
@@ -364,7 +363,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
             from minimind.report.placement import placement
 
             if placed := placement(read_runs([out_dir])[0]):
-                logger.print("\n".join(wrap(placed, COLUMNS, subsequent_indent="  ")))
+                logger.print("\n".join(folded(placed, 2)))
             write_report([out_dir], out_dir / REPORT_NAME, "correct the path of --out_dir")
             logger.print(f"report {out_dir / REPORT_NAME}")
         # metrics.jsonl was removed, or the installation has changed since the start.

@@ -163,14 +163,15 @@ def first_screen(
 
 
 def _labelled(label: str, text: str) -> list[str]:
-    """Wrap a text behind its label; words are not broken."""
+    return folded(f"{label:<{LABEL}}{text}", LABEL)
+
+
+def folded(line: str, indent: int) -> list[str]:
+    """Wrap a line at the terminal's width, or at `COLUMNS`; words are not broken."""
     width = min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
+    indent = min(indent, width // 2)  # room for words
     return wrap(
-        f"{label:<{LABEL}}{text}",
-        width,
-        subsequent_indent=" " * LABEL,
-        break_long_words=False,
-        break_on_hyphens=False,
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -221,7 +222,15 @@ def changed_settings(resolved: ResolvedConfig) -> str:
         if _is_shown(resolved, key, value):
             rows.append((key, json.dumps(value), resolved.sources[key]))
     here = f"{Path.cwd()}{os.sep}"
-    return aligned([(*row, source.replace(here, "")) for *row, source in rows], indent="  ")
+    cells = [
+        (name, value.replace("\n", r"\n"), source.replace(here, "").replace("\n", r"\n"))
+        for name, value, source in rows
+    ]
+    lines = aligned(cells, indent="  ").split("\n") if cells else []
+    pairs = zip(lines, cells, strict=True)
+    return "\n".join(
+        part for line, (*_, source) in pairs for part in folded(line, len(line) - len(source))
+    )
 
 
 def _is_changed(run: RunConfig, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,10 +149,16 @@ def test_a_start_shows_the_facts_and_every_setting_that_is_no_default(backend: s
         assert f"/{'long/' * 40}out" in report
 
 
-def test_lines_are_as_wide_as_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    text = [line for line in start(TINY, "single") if not line.startswith("  ")]
-    assert max(map(len, text)) <= 60
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lines_are_as_wide_as_a_narrow_terminal(
+    backend: str, columns: int, monkeypatch: pytest.MonkeyPatch
+):
+    wide = start(TINY, backend)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = start(TINY, backend)
+    assert max(map(len, lines)) <= min(columns, 100)
+    assert " ".join(lines).split() == " ".join(wide).split()  # whole words
 
 
 def test_a_real_run_prints_the_same_start(
@@ -187,11 +194,20 @@ def test_verbose_prints_every_flag_and_every_key_of_deepspeed():
 
 def changed(line: str, backend: str = "single") -> dict[str, tuple[str, str]]:
     """Value and source of each setting that the first screen shows."""
-    rows = changed_settings(resolved_of(line, backend)).splitlines()
+    table = changed_settings(resolved_of(line, backend))
+    rows = re.sub(r"\n {3,}", " ", table).splitlines()  # a long source goes on below it
     return {
         name: (value, source)
         for name, value, source in (re.split("  +", row.strip()) for row in rows)
     }
+
+
+def test_a_value_of_two_lines_is_one_row():
+    resolved = resolved_of(TINY, "single")
+    sources = {**resolved.run.sources, "wandb_run_name": resolved.run.sources["max_steps"]}
+    run = replace(resolved.run, wandb_run_name="a\nb\x85c", sources=sources)
+    (row,) = re.findall("wandb_run_name.*", changed_settings(replace(resolved, run=run)))
+    assert r"a\nb" in row
 
 
 def test_a_value_from_a_file_is_shown_with_the_file(
