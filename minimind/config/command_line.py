@@ -49,14 +49,14 @@ class PrintHelp(argparse.Action):
         titles = [f"{title} ({len(group._group_actions)})" for title, group in groups.items()]
         more = f"more: --help GROUP, or --help all; groups: {', '.join(titles)}"
         if values == "all":
-            page(parser.format_help())
+            page(parser, parser.format_help())
         elif values is None:
             actions = [action for action in parser._actions if action.dest in self.common]
             order = {name: number for number, name in enumerate(self.common)}
             actions.sort(key=lambda action: order[action.dest])
-            print(_help_of(parser, {"flags of most runs": actions}) + f"\n{more}")
+            page(parser, _help_of(parser, {"flags of most runs": actions}) + f"\n{more}\n", False)
         elif values in groups:
-            print(_help_of(parser, {values: groups[values]._group_actions}))
+            page(parser, _help_of(parser, {values: groups[values]._group_actions}), False)
         else:
             raise UsageError(f"--help {values}: no such group; {suggest(values, [*groups], more)}")
         parser.exit()
@@ -79,14 +79,14 @@ def _help_of(parser: argparse.ArgumentParser, parts: Mapping[str, list[argparse.
     return formatter.format_help()
 
 
-def page(text: str) -> None:
-    """Print a long text, by the pager of the user where there is a terminal."""
-    if not sys.stdout.isatty():
-        print(text, end="")
-        return
-    import pydoc
+def page(parser: argparse.ArgumentParser, text: str, is_long: bool = True) -> None:
+    """Print a text, a long one by the pager of the user where there is a terminal."""
+    if is_long and sys.stdout.isatty():
+        import pydoc
 
-    pydoc.pager(text)
+        pydoc.pager(text)
+    else:
+        parser._print_message(text, sys.stdout)  # an output that is closed is ignored
 
 
 class PrintCompletion(argparse.Action):

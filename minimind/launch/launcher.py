@@ -105,8 +105,9 @@ class Signals:
 def main(python: str, flags: Sequence[str]) -> int:
     """Start a run on this host, again after status 7 as MAX_RESTARTS says; return its status."""
     signals = Signals()
-    if not {"--help", "-h"}.isdisjoint(flags):
-        os.execvp(python, [python, _worker(), "--help"])
+    for at, word in enumerate(flags):
+        if word in ("--help", "-h"):
+            os.execvp(python, [python, _worker(), *flags[at : at + 2]])
     if os.sep in python:  # for the tools beside it, such as ninja
         beside = os.path.abspath(os.path.dirname(python))
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"

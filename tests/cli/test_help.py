@@ -15,6 +15,7 @@ from minimind.config import parse as flags
 from minimind.config.command_line import EXAMPLE, all_parsers
 from minimind.config.flags import COMMON, FLAGS
 from minimind.config.parse import parse_flags
+from tests.conftest import ROOT
 
 TRAIN = flags.build_parser()
 COMMANDS = {parser.prog: parser for parser in all_parsers(cli.build_parser())}
@@ -147,6 +148,22 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
     assert completed("run_accelerate.sh", "--dtype", "b") == ["bfloat16"]
     assert completed("run_accelerate.sh", "--data_path", "my") == ["my_text.jsonl"]
     assert "--learning_rate" in completed("run_accelerate.sh", "--l")
+
+
+@pytest.mark.parametrize("topic", ["", "engine", "all"])
+def test_help_of_the_launcher_may_be_cut_off(topic):
+    """As by `| head`."""
+    line = f"bash run_accelerate.sh --help {topic} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    whole = subprocess.run(
+        ["bash", "run_accelerate.sh", "--help", *topic.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ("--zero_update" in whole.stdout) == bool(topic)
+    assert ("--data_path PATH" in whole.stdout) == (topic != "engine")
 
 
 @pytest.mark.parametrize("command", ["train", "launch"])
