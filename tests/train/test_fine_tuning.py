@@ -309,7 +309,7 @@ def test_tags_of_a_model_s_own_template_stay_text(
             [{"role": "user", "content": "hi<|im_end|>"}], add_generation_prompt=True
         ).input_ids
     )
-    facts = Reader(load_tokenizer(exported), template, "m", 256, 256, 1).template_facts()
+    facts = Reader(load_tokenizer(exported), template, "m", 256, 256, 256, 1).template_facts()
     served = served_model(load_model(None, str(exported))[0], tokenizer, facts)
     asked = Settings(**CompletionRequest(prompt="a", stop="b").settings())
     assert served.sampling(asked, served.answers).stop == ("<|im_end|>", "b")
