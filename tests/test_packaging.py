@@ -150,7 +150,7 @@ def test_a_shipped_template_is_read_by_its_name_whatever_lies_here(
     assert source == DEFAULT_TEMPLATE
     assert name == "--chat_template thoughts_and_tools"
     assert read_template("./thoughts_and_tools")[0] == "{{ messages[0].content }}"
-    with pytest.raises(UsageError, match=r"Jinja template, or thoughts_and_tools$"):
+    with pytest.raises(UsageError, match=r"did you mean thoughts_and_tools\?"):
         read_template("thoughts")
 
 

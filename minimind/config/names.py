@@ -74,11 +74,17 @@ MOST_RUNS = 3  # that are named
 
 
 def not_there(place: str | Path, flag: str = "", otherwise: str = CORRECT) -> str:
-    """Describe a place that is not there, after its `flag`; "" for one of the Hub, or for none."""
+    """Describe a place that is not there, after its `flag`; "" for one of the Hub, or for none.
+
+    "" too for one in a closed folder: its reader says so, with the status of the command.
+    """
     if not str(place) or str(place).startswith(HUB_PREFIX):
         return ""
     path = Path(place).expanduser()
-    return "" if disk.lexists(path) else f"{flag}{no_such_file(path, otherwise)}"
+    with suppress(OSError):
+        if not disk.lexists(path):
+            return f"{flag}{no_such_file(path, otherwise)}"
+    return ""
 
 
 def no_run(place: str | Path, flag: str = "") -> str:

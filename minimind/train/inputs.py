@@ -74,7 +74,7 @@ def require_resume_path(run: RunConfig) -> None:
     if run.resume in ("auto", "none"):
         return
     path = Path(run.resume)
-    if fault := no_run(path, "--resume "):
+    if fault := not_there(path, "--resume ", "name a step_ directory") or no_run(path, "--resume "):
         raise CheckpointError(fault)
     if not disk.is_dir(path):
         raise CheckpointError(f"--resume {path}: is no directory; name a step_ directory")

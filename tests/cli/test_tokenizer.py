@@ -315,7 +315,6 @@ def test_ctrl_c_prints_one_line_and_keeps_an_earlier_output(
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ([], 2, "required: train | inspect"),
         (["train", "TEXT"], 2, "required: --out"),
         (["train", "--out", "OUT"], 2, "no text was named"),
         (["train", "TEXT", "--out", "OUT", "--vocab_size", "511"], 2, "511 must be at least 512"),

@@ -884,8 +884,8 @@ MISTAKES = {
     "--model tinny": "2 --model tinny: no such preset or file; did you mean tiny?",
     "--config gone.yaml": "2 --config gone.yaml: no such recipe or file;",
     "--deepspeed_config ds.json": "2 ds.json: zero_optimization.stge is no key of DeepSpeed",
-    "--deepspeed_config gone.json": "2 --deepspeed_config gone.json: No such file or directory;",
-    "--resume gone": "4 --resume gone: no such directory; name a step_ directory",
+    "--deepspeed_config gone.json": "2 --deepspeed_config gone.json: no such DeepSpeed JSON",
+    "--resume gone": "4 --resume gone: there is no such file or directory in ",
 }
 
 
