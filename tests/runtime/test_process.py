@@ -168,6 +168,9 @@ def test_a_second_ctrl_c_at_the_terminal_ends_a_run_in_one_process_with_130(
     for step in saved:
         (tmp_path / "checkpoints" / f"step_{step:08}").mkdir(parents=True)
     command = [sys.executable, "-c", textwrap.dedent(TRAINING), str(tmp_path)]
+    # Runs of other tests leave variables by which a process knows that it has a launcher.
+    of_launcher = ("RANK", "ACCELERATE_")
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(of_launcher)}
     keyboard, terminal = os.openpty()
     for standard_input, status in ((terminal, 130), (subprocess.DEVNULL, None)):
         started = subprocess.Popen(
@@ -177,6 +180,7 @@ def test_a_second_ctrl_c_at_the_terminal_ends_a_run_in_one_process_with_130(
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            env=environ,
         )
         assert started.stdout is not None
         assert started.stdout.readline() == "ready\n"
