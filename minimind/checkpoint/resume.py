@@ -1,6 +1,6 @@
 """Select the checkpoint to resume from and load it into the engine (collective).
 
-Values of the manifest that a run goes on from are read here, but `spikes` (recovery/spikes.py).
+What a resumed run needs of the manifest is read here, except `spikes` (recovery/spikes.py).
 """
 
 from __future__ import annotations

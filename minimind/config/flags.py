@@ -589,7 +589,7 @@ FLAGS = {
     for group in GROUPS
     for f in fields(group)
 }
-# Those of `--help`, in its order: what most runs need.
+# The flags that `--help` shows, in this order.
 COMMON = ("data_path", "out_dir", "model", "config", "max_steps", "epochs", "batch_size")
 COMMON += ("accumulation_steps", "max_seq_len", "learning_rate", "optimizer", "dtype", "device")
 COMMON += ("deepspeed_config", "tokenizer", "init_from", "resume", "save_interval")

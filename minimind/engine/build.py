@@ -142,7 +142,7 @@ def _deepspeed(
 def keep_freed_memory(environ: Mapping[str, str], keeps: bool = True) -> None:
     """Let this process keep what tensors free, for the next step. Settings of the user are kept.
 
-    keeps=False returns it, and restores the defaults: a notebook goes on after the run.
+    keeps=False returns it and restores the defaults, for a notebook that outlives the run.
 
     glibc returns large blocks to the kernel at once, and each step faults them again: the search
     for huge pages then takes up to a sixth of a step where other processes use the memory. Without

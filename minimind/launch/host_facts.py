@@ -18,6 +18,7 @@ import torch
 from minimind.config.deepspeed.backend_choice import CPU_OPS, OPS, op_fault
 from minimind.runtime import disk
 from minimind.runtime.device import CUDA, HOST, accelerator, cpu_name
+from minimind.runtime.durable_files import why_unwritable
 from minimind.runtime.environment import command_output, usable_cores
 from minimind.runtime.hardware import (
     GPU,
@@ -183,5 +184,5 @@ def measure_disk(out_dir: Path) -> tuple[str, float]:
             os.fsync(file.fileno())
             speed = PROBE_MIB / (time.perf_counter() - start)
     except OSError as error:
-        return f"{out_dir}: cannot be written ({error.strerror})", 0.0
+        return f"{out_dir}: cannot be written ({why_unwritable(error)})", 0.0
     return f"{out_dir}: {free:.1f} GiB free", speed

@@ -147,10 +147,8 @@ def stuck(tmp_path: Path, **environ: str) -> subprocess.Popen[str]:
 
 TRAINING = STUCK.replace("Ending(progress, debug=False)", "Ending(progress, False, ended_at_once)")
 TRAINING = TRAINING.replace("progress.peers = Peers(progress)", "progress.begin()")
-TRAINING = f"""import signal
-from pathlib import Path
+TRAINING = f"""from pathlib import Path
 from minimind.checkpoint.directory import ended_at_once
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background process
 {TRAINING}""".replace("Progress(rank=1)", "Progress(out_dir=Path(sys.argv[1]), step=15)")
 
 
