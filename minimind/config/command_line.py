@@ -51,9 +51,8 @@ class PrintHelp(argparse.Action):
         if values == "all":
             page(parser, parser.format_help())
         elif values is None:
-            actions = [action for action in parser._actions if action.dest in self.common]
-            order = {name: number for number, name in enumerate(self.common)}
-            actions.sort(key=lambda action: order[action.dest])
+            by_name = {action.dest: action for action in parser._actions}
+            actions = [by_name[name] for name in self.common]
             page(parser, _help_of(parser, {"flags of most runs": actions}) + f"\n{more}\n", False)
         elif values in groups:
             page(parser, _help_of(parser, {values: groups[values]._group_actions}), False)

@@ -30,11 +30,11 @@ def suggest_choice(value: Any, choices: Sequence[str], otherwise: str) -> str:
 
 def no_such_name(name: str, shipped: Sequence[str], kind: str) -> str:
     """Describe a value that is neither a shipped name nor a file; name the closest, and all."""
-    path = Path(name).expanduser()
-    every = f"give a file, or {', '.join(shipped)}"
-    _, _, hint = no_such_file(path, every).rpartition("; ")
+    every = ", ".join(shipped)
     if found := closest(name, shipped):
-        hint = f"did you mean {found}? ({', '.join(shipped)})"
+        hint = f"did you mean {found}? ({every})"
+    else:
+        hint = _near_path(Path(name).expanduser()) or f"give a file, or {every}"
     return f"{name}: no such {kind} or file; {hint}"
 
 
@@ -55,16 +55,23 @@ CORRECT = "correct the path"
 
 def no_such_file(path: Path, otherwise: str = CORRECT) -> str:
     """Describe a path that is not there: from which folder it is read, and the closest one."""
-    where, meant, missing = "", None, path
-    with suppress(OSError):  # the folder is not there either, or closed
+    where = ""
+    with suppress(OSError):  # the folder is not there either
         where = "" if path.is_absolute() else f" in {os.getcwd()}"
+    return f"{path}: there is no such file or directory{where}; {_near_path(path) or otherwise}"
+
+
+def _near_path(path: Path) -> str:
+    """Suggest the path that is there and of which a missing one is a slip; "" without one."""
+    missing = path
+    with suppress(OSError):  # a folder is closed
         while missing.parent != missing and not disk.lexists(missing.parent):
             missing = missing.parent
         names = [entry.name for entry in islice(disk.entries(missing.parent), MOST_NAMES)]
         if found := closest(missing.name, names):
             meant = missing.with_name(found) / path.relative_to(missing)
-    hint = f"did you mean {meant}?" if meant and disk.exists(meant) else otherwise
-    return f"{path}: there is no such file or directory{where}; {hint}"
+            return f"did you mean {meant}?" if disk.exists(meant) else ""
+    return ""
 
 
 RUN_MARKS = ("metrics.jsonl", "checkpoints")  # the out_dir of a run has one of them
