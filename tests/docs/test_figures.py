@@ -151,7 +151,7 @@ def test_the_size_of_the_sample_is_that_of_its_flags(page: str):
 
 
 def test_the_names_of_deepspeed_files_are_all_listed():
-    text = PAGES["memory.md"].split("<!-- names -->")[1].split("<!-- /names -->")[0]
+    text = PAGES["deepspeed_json.md"].split("<!-- names -->")[1].split("<!-- /names -->")[0]
     assert {*re.findall(r"`(\w+)`", text)} == {*deepspeed_files()}
 
 
