@@ -67,16 +67,16 @@ class Hardware:
 ROWS = (
     Hardware("CPU, x86-64, Linux", "cpu", is_tested=True),
     Hardware("CPU, Arm, Linux or macOS", "cpu"),
+    Hardware("NVIDIA Pascal and older: GTX 10, P100", "cuda", (6, 1)),
     Hardware("NVIDIA Volta: V100", "cuda", (7, 0)),
     Hardware("NVIDIA Turing: T4, RTX 20", "cuda", (7, 5)),
     Hardware("NVIDIA Ampere: A100, A30", "cuda", (8, 0)),
     Hardware("NVIDIA Ampere: RTX 30, A10, A40", "cuda", (8, 6)),
     Hardware("NVIDIA Jetson Orin", "cuda", (8, 7)),
     Hardware("NVIDIA Ada: RTX 40, L4, L40", "cuda", (8, 9)),
-    Hardware("NVIDIA Hopper: H100 (torch 2.11)", "cuda", (9, 0)),
+    Hardware("NVIDIA Hopper: H100, torch 2.11", "cuda", (9, 0)),
     Hardware("NVIDIA Blackwell: B200, GB200", "cuda", (10, 0)),
     Hardware("NVIDIA Blackwell: RTX 50", "cuda", (12, 0)),
-    Hardware("NVIDIA Pascal and older: GTX 10, P100", "cuda", (6, 1)),
     Hardware("NVIDIA under Windows: WSL 2", "cuda"),
     Hardware("AMD, ROCm", "cuda"),
     Hardware("Apple silicon, its GPU", "mps"),
@@ -130,14 +130,17 @@ def cell(row: Hardware, column: str, passed: Known) -> str:
 
 
 def lines() -> Iterator[str]:
-    """The table."""
-    yield f"| | `--device` | capability | {' | '.join(COLUMNS)} |"
-    yield "|---" * (len(COLUMNS) + 3) + "|"
+    """The table; hardware of which the same is known shares a row."""
+    yield f"| | `--device` | {' | '.join(COLUMNS)} |"
+    yield "|---" * (len(COLUMNS) + 2) + "|"
     passed = passed_parts()
+    found: dict[tuple[str, ...], list[str]] = {}
     for row in ROWS:
-        capability = dotted(row.capability) if row.capability else ""
-        cells = " | ".join(cell(row, column, passed) for column in COLUMNS)
-        yield f"| {row.name} | {row.device} | {capability} | {cells} |"
+        cells = (f"`{row.device}`", *(cell(row, column, passed) for column in COLUMNS))
+        capability = f" ({dotted(row.capability)})" if row.capability else ""
+        found.setdefault(cells, []).append(row.name + capability)
+    for cells, names in found.items():
+        yield f"| {'; '.join(names)} | {' | '.join(cells)} |"
 
 
 def with_table(text: str) -> str:
