@@ -197,7 +197,7 @@ def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ("--data_path MIXED", 2, "neither was given; give one"),
+        ("--data_path MIXED", 2, "no RUN is given; name"),
         ("--checkpoint RUN --model RUN --data_path MIXED", 2, "both were given; give one"),
         ("--model RUN --data_path MIXED", 2, "is of a training run; give it as --checkpoint"),
         ("--model A --data_path MIXED", 4, "right name), not a file of torch.save"),
