@@ -120,7 +120,7 @@ class Whole(OfWeights, Output):
     dtype: str = argument("float32", choices=("float32", "bfloat16"))
     """dtype of the tensors"""
     max_shard_size: int = argument("2GB", parse=size_in_bytes)
-    """maximum size of a file; a bare number counts GiB, from a million on bytes"""
+    """maximum size of a file; a bare number counts GiB"""
 
     def write(self, places: Sequence[str]) -> None:
         """Write the mean of the weights of the checkpoints, and print a summary."""

@@ -32,6 +32,7 @@ from minimind.runtime.durable_files import require_writable, storing, why_unwrit
 
 NUMBERS: dict[str, type] = {"int": int, "float": float}
 MOST_READ = 2**24  # characters of a file that may be replaced
+MOST_BYTES = 2**50  # of an amount; a number of bytes in place of GiB is more
 
 
 @dataclass(frozen=True)
@@ -366,21 +367,24 @@ def _type_of(row: Argument) -> Callable[[str], Any]:
 # Values of `parse`.
 
 
-def size_in_bytes(text: str) -> int:
-    """Parse `24GiB`, `24GB` or `24G`; a bare number counts GiB, of a million or more bytes."""
-    if re.fullmatch(r"[1-9]\d{6,15}", text.strip()):
-        return int(text)
-    form = r"(\d{1,12}(?:\.\d+)?) *(?:([KMGT])(i?B)?)?"
-    match = re.fullmatch(form, text.strip(), re.IGNORECASE)
-    if not match or float(match[1]) == 0:
+def _amount(text: str, unit: str) -> int:
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) *([KMGT]i?B?|B)?", text.strip(), re.IGNORECASE)
+    number, unit = (match[1], (match[2] or unit).upper()) if match else ("0", "B")
+    base = 1000 if re.fullmatch("[KMGT]B", unit) else 1024
+    size = float(number) * base ** "BKMGT".index(unit[0])
+    if not 1 <= size < MOST_BYTES or (unit == "B" and not size.is_integer()):
         raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
-    base = 1000 if (match[3] or "").lower() == "b" else 1024
-    return int(float(match[1]) * base ** ("KMGT".index((match[2] or "G").upper()) + 1))
+    return int(size)
+
+
+def size_in_bytes(text: str) -> int:
+    """Parse `24GiB`, `24GB` or `24G`; a bare number counts GiB."""
+    return _amount(text, "GiB")
 
 
 def count_of_bytes(text: str) -> int:
-    """Parse a number of bytes, bare or with a unit."""
-    return int(text) if text.isdecimal() and int(text) else size_in_bytes(text)
+    """Parse the same; a bare number counts bytes."""
+    return _amount(text, "B")
 
 
 def non_empty_path(text: str) -> Path:
@@ -422,7 +426,7 @@ METAVARS: dict[Any, str] = {
     "int": "INT",
     "float": "FLOAT",
     "Path": "PATH",
-    size_in_bytes: "BYTES",
+    size_in_bytes: "SIZE",
     count_of_bytes: "BYTES",
     non_empty_path: "PATH",
 }

@@ -56,7 +56,7 @@ CONVERSATIONS = {"task=sft": "--task sft reads conversations"}
 
 @dataclass(kw_only=True)
 class Eval(OfChat, Cached):
-    """Loss and perplexity of a model on text or conversations; tasks of lm-eval.
+    """Measure loss and perplexity on text or conversations, or run tasks of lm-eval.
 
     Text also has bits per byte; the perplexity of conversations is per target. Results are per
     source and in total, in one process or several: torchrun --nproc-per-node 2 -m minimind eval ...

@@ -27,8 +27,7 @@ class Export(OfWeights, OfPlace, Output):
     dtype: str = argument("float32", choices=DTYPES)
     """dtype of the tensors"""
     max_shard_size: int | None = argument(None, parse=size_in_bytes)
-    """maximum size of a safetensors file; a bare number counts GiB, from a million on bytes
-    (default: 2GB)"""
+    """maximum size of a safetensors file; a bare number counts GiB (default: 2GB)"""
     push_to_hub: str | None = argument(None, parse=non_empty, metavar="USER/NAME")
     """upload --out to this model of the Hugging Face Hub, which is created if it does not exist"""
     hub_private_repo: bool = argument(False, needs="push_to_hub")
@@ -72,7 +71,7 @@ class Import(Output):
     n_heads: int | None = argument(None, ge=1)
     """for a file without config.json: query heads"""
     n_kv_heads: int | None = argument(None, ge=1)
-    """for a file without config.json: key/value heads, as a check"""
+    """for a file without config.json: key/value heads, compared with the weights"""
     rope_theta: float | None = argument(None, gt=0)
     """for a file without config.json: rotary base"""
     norm_eps: float | None = argument(None, gt=0)

@@ -22,8 +22,8 @@ class Plan(OfRunFlags):
     gpus: int = argument(1, ge=1)
     """processes, one per GPU"""
     memory: int | None = argument(None, parse=size_in_bytes)
-    """memory of one GPU, such as 24GiB, 24GB (10^9 bytes) or 512MiB; a bare number counts GiB, from
-    a million on bytes (default: from --gpu_model)"""
+    """memory of one GPU, such as 24GiB, 24GB (10^9 bytes) or 512MiB; a bare number counts GiB
+    (default: from --gpu_model)"""
     gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS, metavar="NAME")
     """model of the GPUs, for memory and peak, such as H100, 4090 or a100-40gb; an unknown name
     lists the known ones"""

@@ -64,7 +64,7 @@ class Serve(OfChat):
     """maximum seconds from a request to the end of its answer"""
     max_new_tokens: int | None = argument(None, ge=1)
     """maximum tokens per answer (default: up to the model's context length)"""
-    max_body: int = argument("1MiB", parse=count_of_bytes, metavar="SIZE")
+    max_body: int = argument("1MiB", parse=count_of_bytes)
     """maximum size of a request's body; a bare number counts bytes"""
     allow_origin: list[str] = argument((), nargs="+", parse=_origin, metavar="ORIGIN")
     """web sites whose pages may call this server, such as https://example.org; *: all"""

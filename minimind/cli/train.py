@@ -105,8 +105,8 @@ class CoordCheck(OfRunFlags):
     """Check that training changes activations equally at every width (--mup_base_dim).
 
     Small models of several widths are trained for a few steps on random text, with and without muP.
-    They print how much the activations change; the status is 0 if with muP this does not depend on
-    the width, else 1. Takes the flags of train_pretrain.py too (--dim, --n_heads,
+    The command prints how much the activations change; the status is 0 if with muP this does not
+    depend on the width, else 1. Takes the flags of train_pretrain.py too (--dim, --n_heads,
     --learning_rate, --optimizer, ...): the model at the base width.
     """
 

@@ -431,7 +431,7 @@ class Data:
     (docs/data.md)"""
     text_field: str = flag("text", excludes={"task=sft": "conversations have fields of their own"})
     """field or column with the text, also a nested one (meta.text), or a template of several
-    ('{title}\n{text}')"""
+    ('{title}\\n{text}')"""
     on_bad_data: str = flag("error", choices=("error", "skip"))
     """stop at a bad document (error), or skip and list it in rejected.jsonl"""
     max_bad_fraction: float = flag(0.05, ge=0.0, lt=1.0, needs="on_bad_data=skip")
