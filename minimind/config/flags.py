@@ -454,8 +454,8 @@ class Data:
     """date (YYYY-MM-DD) shown to chat templates that print today's date, fixed for the whole run
     (default: 2024-07-26, as in Llama 3)"""
     skip_rows: str | None = flag(None)
-    """file of rows that are never read. A line is a row (17), a range (17:19) or a JSON object with
-    a row; `minimind data at RUN --steps A:B --rows` prints such a file"""
+    """file of rows that are never read. A line is a row such as 17, a range such as 17:19, or a
+    JSON object with a row; `minimind data at RUN --steps A:B --rows` prints such a file"""
     num_workers: int = flag(1, ge=0)
     """threads that prefetch rows; 0: read in the training thread"""
     cache_dir: str = flag("~/.cache/minimind")
