@@ -142,7 +142,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(
     forces = ("",) if (writer, thing) in OWN or not force else ("", " --force")
     for force in forces:
         assert main(words(place, command + force, out)) == 2
-        assert f"--out {out} " in capsys.readouterr().err
+        assert f"{command.split()[-2]} {out} " in capsys.readouterr().err
         assert content(tmp_path) == before
 
 
