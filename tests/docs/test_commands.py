@@ -100,6 +100,15 @@ def test_every_command_names_what_is_there_and_its_settings_resolve():
 
 
 @pytest.mark.usefixtures("reader")
+def test_every_command_of_the_cheat_sheet_names_what_is_there():
+    text = (ROOT / "docs" / "cheat_sheet.md").read_text(encoding="utf-8")
+    commands = re.findall(r"\| `([^`]+ [^`]+)` \|", text)
+    assert len(commands) >= 20
+    Path("run.yaml").write_text("model: tiny\n")
+    assert list(faults("cheat_sheet.md", commands)) == []
+
+
+@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize(
     ("command", "fault"),
     [
