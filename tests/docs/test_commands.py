@@ -302,7 +302,7 @@ def shown_below(page: str) -> Iterator[tuple[Block, Block | None]]:
     """The blocks of commands of a page, each with the block of output that follows it, if any."""
     blocks = [block for block in BLOCKS if block.page == page]
     for block, after in zip(blocks, [*blocks[1:], None], strict=True):
-        if block.commands():
+        if block.commands() and not block.needs:
             yield block, after if after and not after.language else None
 
 
