@@ -309,4 +309,4 @@ CHECKS: dict[str, Callable[[Sequence[str], Environ], None]] = {
     "torchrun": _launcher("torch", "distributed/run.py", ["--nnodes", "--nproc_per_node"]),
     "deepspeed": _launcher("deepspeed", "launcher/runner.py", ["--num_gpus"]),
 }
-ORDINARY = ("echo", "printf", "cat", "lm_eval")
+ORDINARY = ("echo", "printf", "cat", "lm_eval", "source")

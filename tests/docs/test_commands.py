@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -35,7 +38,14 @@ SECONDS = 600
 # What is run in the place of a command: fewer steps, and not these tests themselves.
 INSTEAD = {"make train": "make train STEPS=10", "make test": "make --dry-run test"}
 # The status a command ends with where that is not 0.
-STATUS = {"minimind checkpoint diff": 1}  # its checkpoints differ
+STATUS = {"minimind checkpoint diff": 1, "stops and saves": 75}  # checkpoints differ
+# A comment behind a command: the line of output at which a reader presses Ctrl-C.
+PRESSED = re.compile(r'# Ctrl-C at "(.+)"')
+# Pages that show what their commands print, in blocks without a tag.
+SHOWN = ("docs/tutorial.md",)
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+# What depends on the machine and the hour.
+ITS_OWN = re.compile(r"[\d,]+ tokens/s(  ETA [\d:]+)?|[\d,]+ more fit|\d+ min \d+ s")
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -87,6 +97,15 @@ def test_every_command_names_what_is_there_and_its_settings_resolve():
     for page in pages():
         found += faults(page.name, lines_of_prose(page.read_text(encoding="utf-8")))
     assert found == []
+
+
+@pytest.mark.usefixtures("reader")
+def test_every_command_of_the_cheat_sheet_names_what_is_there():
+    text = (ROOT / "docs" / "cheat_sheet.md").read_text(encoding="utf-8")
+    commands = re.findall(r"\| `([^`]+ [^`]+)` \|", text)
+    assert len(commands) >= 20
+    Path("run.yaml").write_text("model: tiny\n")
+    assert list(faults("cheat_sheet.md", commands)) == []
 
 
 @pytest.mark.usefixtures("reader")
@@ -177,9 +196,19 @@ def bare(command: str) -> str:
     return re.split(r"\s+#", command)[0]
 
 
-def run(command: str, place: Path) -> str:
-    """What is wrong with how a command ends in this folder; empty where nothing is."""
-    started = subprocess.Popen(
+@dataclass(frozen=True)
+class Ended:
+    """What a command printed, and what is wrong with how it ended; empty where nothing is."""
+
+    output: str
+    fault: str
+
+
+def run(command: str, place: Path) -> Ended:
+    """Run a command in this folder, with a Ctrl-C where it says so."""
+    pressed = PRESSED.search(command)
+    lines: list[str] = []
+    with subprocess.Popen(
         ["bash", "-o", "pipefail", "-c", INSTEAD.get(bare(command), command)],
         cwd=place,
         env=environment(place),
@@ -188,15 +217,25 @@ def run(command: str, place: Path) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
-    try:
-        output, _ = started.communicate(timeout=SECONDS)
-    except BaseException:
-        os.killpg(started.pid, signal.SIGTERM)  # run_accelerate.sh hands it on
-        raise
-    status = next((s for part, s in STATUS.items() if command.startswith(part)), 0)
+    ) as started:
+        assert started.stdout
+        late = threading.Timer(SECONDS, os.killpg, (started.pid, signal.SIGTERM))
+        late.start()
+        try:
+            for line in started.stdout:
+                lines.append(line)
+                if pressed and pressed[1] in line:
+                    os.killpg(started.pid, signal.SIGINT)
+                    pressed = None
+        except BaseException:
+            os.killpg(started.pid, signal.SIGTERM)  # run_accelerate.sh hands it on
+            raise
+        finally:
+            late.cancel()
+    output = "".join(lines)
+    status = next((s for part, s in STATUS.items() if part in command), 0)
     ended = f"{command}\n  ended with {started.returncode}\n{output[-5000:]}"
-    return "" if started.returncode == status else ended
+    return Ended(output, "" if started.returncode == status else ended)
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -215,9 +254,56 @@ def test_what_a_command_writes_is_not_there_before_it():
 
 
 def test_a_command_that_ends_otherwise_is_reported(tmp_path: Path):
-    assert run("echo so; exit 3", tmp_path).endswith("ended with 3\nso\n")
-    assert run("false | cat", tmp_path)
-    assert run("cat  # nothing is typed", tmp_path) == ""
+    assert run("echo so; exit 3", tmp_path).fault.endswith("ended with 3\nso\n")
+    assert run("false | cat", tmp_path).fault
+    assert run("cat  # nothing is typed", tmp_path) == Ended("", "")
+
+
+def test_ctrl_c_is_pressed_where_a_command_says_so(tmp_path: Path):
+    asked = "trap 'echo saved; exit 75' INT; echo so; while :; do sleep 0.1; done"
+    ended = run(f'{asked}  # Ctrl-C at "so", stops and saves', tmp_path)
+    assert ended == Ended("so\nsaved\n", "")
+
+
+def unlike(shown: Sequence[str], printed: str) -> str | None:
+    """The first line of a page that was not printed, in order and with numbers within 5 %."""
+    lines = iter([ITS_OWN.sub("", line.rstrip()) for line in printed.splitlines()])
+    for line in shown:
+        wanted = ITS_OWN.sub("", line.rstrip())
+        if wanted != "..." and not any(near(wanted, found) for found in lines):
+            return line
+    return None
+
+
+def near(wanted: str, found: str) -> bool:
+    """Whether two lines have the same words, and numbers that differ by 5 % at most."""
+    if NUMBER.sub("", wanted) != NUMBER.sub("", found):
+        return False
+    pairs = zip(NUMBER.findall(wanted), NUMBER.findall(found), strict=True)
+    values = [(float(a.replace(",", "")), float(b.replace(",", ""))) for a, b in pairs]
+    return all(math.isclose(a, b, rel_tol=0.05) for a, b in values)
+
+
+@pytest.mark.parametrize(
+    ("shown", "line"),
+    [
+        (["a 1,000", "c 0.99 of 3  9 tokens/s  ETA 1:31"], None),
+        (["a 1,000", "...", "b"], None),
+        (["a 1,100"], "a 1,100"),
+        (["b", "a 1,000"], "a 1,000"),  # in another order
+        (["a"], "a"),
+    ],
+)
+def test_a_line_that_is_not_printed_is_found(shown: list[str], line: str | None):
+    assert unlike(shown, "a 1,001\nb\nc 1.00 of 3  5,000 tokens/s  ETA 0:10\nb\n") == line
+
+
+def shown_below(page: str) -> Iterator[tuple[Block, Block | None]]:
+    """The blocks of commands of a page, each with the block of output that follows it, if any."""
+    blocks = [block for block in BLOCKS if block.page == page]
+    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+        if block.commands() and not block.needs:
+            yield block, after if after and not after.language else None
 
 
 @pytest.mark.long
@@ -229,4 +315,16 @@ def test_every_command_of_a_page_ends_well(page: str, things: Things, tmp_path: 
     things.put([*"".join(files.values()).splitlines(), *commands], tmp_path)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert [fault for command in commands if (fault := run(command, tmp_path))] == []
+    ended = {command: run(command, tmp_path) for command in commands}
+    assert [one.fault for one in ended.values() if one.fault] == []
+    if page in SHOWN:
+        assert_shown(page, ended)
+
+
+def assert_shown(page: str, ended: Mapping[str, Ended]) -> None:
+    faults = []
+    for block, shown in shown_below(page):
+        printed = "".join(ended[command].output for command in block.commands())
+        if shown and (line := unlike(shown.lines, printed)) is not None:
+            faults.append(f"{shown}: {line!r} is not in\n{printed[-5000:]}")
+    assert faults == []
