@@ -16,6 +16,7 @@ from tqdm import tqdm
 from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
 from minimind.report.formats import PAUSES, clock_time
 from minimind.report.slowness import Setting, Verdicts
+from minimind.report.usage import Usage
 from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
@@ -102,6 +103,7 @@ class RunLogger:
         self._device = device
         self._total = total_steps
         self._bar: ProgressBar | None = None
+        self._usage: Usage | None = None  # on rank 0, from `begin` on
         self._start = time.perf_counter()  # when the steps of the next step line began
         self._steps = 0  # since `begin`
         self._tokens = 0  # up to the last step line
@@ -137,6 +139,7 @@ class RunLogger:
         """
         self._start, self._steps, self._tokens = time.perf_counter(), 0, tokens
         self._line_times, self._line_pauses = [], dict.fromkeys(PAUSES, 0.0)
+        self._usage = Usage(self._device) if self._is_rank_0 else None
         if self._bar:  # the run has gone back
             self._bar.close()
         if self._is_rank_0 and sys.stderr.isatty():
@@ -179,6 +182,7 @@ class RunLogger:
             "tokens_per_second": speed,
             "mfu": mfu,
             "memory_mib": self._memory_mib(),
+            **(self._usage.since_last() if self._usage else {}),
         }
         self.event("step", **line)
         text = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {speed:,.0f} tokens/s"
