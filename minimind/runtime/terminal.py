@@ -121,10 +121,14 @@ def guarded() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def traceback_text(error: BaseException) -> str:
+    """The traceback of an error, without what URLs hide."""
+    return masked_text("".join(traceback.format_exception(error)))
+
+
 def print_traceback(error: BaseException) -> None:
-    """Print the traceback of an error to stderr, without what URLs hide."""
-    lines = traceback.format_exception(error)
-    print(masked_text("".join(lines)), end="", file=sys.stderr)
+    """Print it to stderr."""
+    print(traceback_text(error), end="", file=sys.stderr)
 
 
 LONG = 2.0  # seconds

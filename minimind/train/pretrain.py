@@ -14,11 +14,9 @@ from minimind.checkpoint.identity import identity
 from minimind.checkpoint.resume import Resumed, TrainState, damage_logged, resume, resume_order
 from minimind.checkpoint.retention import Rules, had_rules
 from minimind.checkpoint.run_folder import (
-    is_in,
     lock_out_dir,
     recorded_flags,
-    require_own,
-    require_writable,
+    tokenizer_kept,
     write_reference,
 )
 from minimind.checkpoint.saver import Saver, sidecar_files
@@ -65,7 +63,10 @@ CHECKPOINT_TIMEOUT_S = 3600
 
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
-    """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
+    """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints.
+
+    `require_inputs` and `require_out_dir` have passed.
+    """
     progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
     with ExitStack() as cleanup:
@@ -74,21 +75,11 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
         from minimind.train.dry_run import dry_run_text
 
         launch = planned_launch(launch, os.environ)
-        require_own(Path(run.out_dir), tokenizer_kept(run), run.config)
         plan = decide(run, launch, cleanup, tokenize=False)
         if launch.rank == 0:
             require_place_of_mirror(run, is_start=False)
             print(dry_run_text(plan))
         return 0
-
-
-def tokenizer_kept(run: RunConfig) -> str | None:
-    """Return the tokenizer of a run if it is read from out_dir and stays as it is; else None.
-
-    Fine-tuning rewrites it: it adds a template and special tokens.
-    """
-    is_kept = run.task == "pretrain" and is_in(Path(run.out_dir), run.tokenizer)
-    return run.tokenizer if is_kept else None
 
 
 def require_place_of_mirror(run: RunConfig, is_start: bool) -> None:
@@ -113,7 +104,6 @@ def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup:
     """
     # 1. The folder of the run. One in use is refused before the long work.
     out_dir, is_rank_0 = Path(given.out_dir), launch.rank == 0
-    require_writable(out_dir, tokenizer_kept(given), given.config)
     if is_rank_0:
         require_place_of_mirror(given, is_start=True)
         if disk.exists(out_dir):
