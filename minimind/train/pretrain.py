@@ -42,7 +42,7 @@ from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
-from minimind.runtime.terminal import phase
+from minimind.runtime.terminal import folded, phase, screen_columns
 from minimind.train.agreement import (
     meet,
     require_agreement,
@@ -53,7 +53,7 @@ from minimind.train.evaluate import build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.loop import GO_BACK, RunContext, register_cleanup, train
 from minimind.train.rows import build_batches
-from minimind.train.run_start import folded, log_run_start, log_start_event
+from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
 from minimind.train.speed import mfu_per_speed, setting_of
 from minimind.train.start import Plan, decide, traced_steps
 from minimind.train.what_next import what_next
@@ -353,7 +353,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
             from minimind.report.placement import placement
 
             if placed := placement(read_runs([out_dir])[0]):
-                logger.print("\n".join(folded(placed, 2)))
+                logger.print("\n".join(folded(placed, 2, screen_columns(COLUMNS))))
             write_report([out_dir], out_dir / REPORT_NAME, "correct the path of --out_dir")
             logger.print(f"report {out_dir / REPORT_NAME}")
         # metrics.jsonl was removed, or the installation has changed since the start.
