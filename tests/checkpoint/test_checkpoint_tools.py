@@ -80,6 +80,18 @@ def test_list_shows_one_aligned_line_for_each_and_what_lies_beside(run_dir, caps
         assert expected in lines[1]
 
 
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_list_fits_the_screen(columns: int, run_dir, capsys, monkeypatch):
+    leave_behind(run_dir)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert checkpoint("list", run_dir) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    starts = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert starts[:2] == ["checkpoint", "step_00000006"]
+    assert sum("step_00000009.tmp-ab12" in line for line in lines) == 1
+
+
 def test_list_reports_damage_by_size_at_once_and_by_hash_when_requested(run_dir, capsys):
     damage(step(run_dir, 6) / "state.json")
     shard = step(run_dir, 4) / "shard-0-of-1.safetensors"
