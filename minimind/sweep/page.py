@@ -182,8 +182,9 @@ def _history(groups: dict[str, list[Result]]) -> go.Figure:
     line = {"color": LIGHT["run1"], "width": 1.5, "shape": "hv"}
     more = {"mode": "lines", "line": line, "hoverinfo": "skip"}
     figure.add_scatter(x=[*at.values()], y=best, name="best so far", **more)
-    few = {"dtick": 1} if max(at.values()) <= MOST_WHOLE else {}  # plotly would halve them
-    return figure.update_xaxes(title="trial", tickformat="d", **few)
+    if max(at.values()) <= MOST_WHOLE:  # plotly would halve them
+        figure.update_xaxes(dtick=1)
+    return figure.update_xaxes(title="trial", tickformat="d")
 
 
 def _axis(dimension: Dimension) -> dict[str, Any]:
