@@ -48,8 +48,8 @@ def first_lines(error: BaseException, count: int | None = 1) -> str:
 
 
 def screen_columns(most: int = sys.maxsize) -> int:
-    """Columns of the terminal (or of COLUMNS), at most `most`; in a pipe `most`."""
-    return min(most, get_terminal_size((most, 24)).columns)
+    """Columns of the terminal, at most `most`; in a pipe `most`, whatever COLUMNS says."""
+    return min(most, get_terminal_size((most, 24)).columns) if _is_terminal(sys.stdout) else most
 
 
 def columns_of(text: str) -> int:

@@ -23,6 +23,7 @@ from minimind.inference.load_model import load_checkpoint
 from minimind.interop import tensor_sources, write_folder
 from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.faults import tiny
+from tests.runtime.test_terminal import use_screen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,7 +84,7 @@ def test_list_shows_one_aligned_line_for_each_and_what_lies_beside(run_dir, caps
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_list_fits_the_screen(columns: int, run_dir, capsys, monkeypatch):
     leave_behind(run_dir)
-    monkeypatch.setenv("COLUMNS", str(columns))
+    use_screen(monkeypatch, columns)
     assert checkpoint("list", run_dir) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns

@@ -9,6 +9,7 @@ import pytest
 from minimind.cli.main import main
 from minimind.runtime.terminal import columns_of
 from tests.report.made import crashed_and_resumed, end, evaluation, step_line, write_run
+from tests.runtime.test_terminal import use_screen
 
 
 def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -25,8 +26,6 @@ def test_lines_of_a_command_are_no_longer_than_the_screen(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
-    monkeypatch.delenv("COLUMNS", raising=False)
     lines = [*crashed_and_resumed(), step_line(200), evaluation(200, 3.0)]
     place = write_run(tmp_path / "r", [*lines, end(200, 6, "E_NONFINITE", "损失不是有限值，" * 15)])
     words = [command, str(place)]
@@ -34,7 +33,7 @@ def test_lines_of_a_command_are_no_longer_than_the_screen(
         words = ["plan", *"--model 104m --gpus 8 --memory 24GiB --batch_size 16".split()]
         words += "--tokens 1e10 --peak_tflops 100 --ema 0.999".split() * (command != "plan")
     in_pipe = printed(words, capsys)
-    monkeypatch.setenv("COLUMNS", str(columns))
+    use_screen(monkeypatch, columns)
     on_screen = printed(words, capsys)
     assert "".join("".join(on_screen).split()) == "".join("".join(in_pipe).split())
     assert [

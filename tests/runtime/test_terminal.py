@@ -34,6 +34,12 @@ class Screen(io.StringIO):
         return True
 
 
+def use_screen(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Let standard output, captured or not, be a terminal of so many columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("minimind.runtime.terminal._is_terminal", lambda stream: True)
+
+
 def has_controls(text: str) -> bool:
     return any(ord(c) in CONTROLS and ord(c) not in HARMLESS for c in text)
 
@@ -165,7 +171,7 @@ TABLES = {
 def test_a_table_fits_the_screen_and_loses_no_word(
     name: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("COLUMNS", str(columns))
+    use_screen(monkeypatch, columns)
     rows = TABLES[name]
     lines = aligned(rows, indent="  ").splitlines()
     words = [word for row in rows for cell in row for word in cell.split()]
@@ -181,7 +187,7 @@ def test_a_table_fits_the_screen_and_loses_no_word(
 
 
 def test_a_table_in_a_pipe_has_a_line_for_each_row(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
     for rows in TABLES.values():
         assert len(aligned(rows).splitlines()) == len(rows)
 
