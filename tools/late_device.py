@@ -382,6 +382,7 @@ def late_device(holds: bool = True, fresh: int = 0) -> Iterator[Late]:
         manual_seed=lambda seed: None,
         get_device_name=lambda device: "late",
         max_memory_allocated=lambda device: 0,
+        memory_reserved=lambda device: 0,
         current_device=lambda: 0,
         get_device_properties=lambda *number: SimpleNamespace(total_memory=2**34),
     )

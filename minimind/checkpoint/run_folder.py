@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -24,6 +25,8 @@ from minimind.config.run_config import RunConfig
 from minimind.config.run_record import HEAD, REST, with_sum
 from minimind.errors import CURES, LockedError, StorageError, UsageError
 from minimind.runtime import disk
+from minimind.runtime.console import CONSOLE
+from minimind.runtime.console import HEAD as HEAD_OF_CONSOLE
 from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import require_regular, storing, why_unwritable, write_whole
 from minimind.runtime.urls import masked_values
@@ -72,6 +75,12 @@ def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
     return lock
 
 
+def require_out_dir(run: RunConfig) -> None:
+    """Raise what a start in its out_dir would; --dry_run need not be able to write there."""
+    require = require_own if run.dry_run else require_writable
+    require(Path(run.out_dir), tokenizer_kept(run), run.config)
+
+
 def require_writable(
     out_dir: Path, tokenizer: str | None = None, config: str | None = None
 ) -> None:
@@ -88,7 +97,7 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
     """
     own, what = out_dir / "config.yaml", f"out_dir {out_dir}"
     with storing(what, "move it away, or give another --out_dir"):
-        for name in (METRICS, *sorted(REPLACED - {"tokenizer"})):
+        for name in (METRICS, CONSOLE, *sorted(REPLACED - {"tokenizer"})):
             require_regular(out_dir / name)
         if disk.is_symlink(out_dir / "tokenizer"):
             raise UsageError(
@@ -99,6 +108,8 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
         at_risk = names & REPLACED
         if (metrics := _beginning(out_dir / METRICS)) and not EVENT.match(metrics):
             at_risk.add(METRICS)
+        if CONSOLE in names and not _is_console(out_dir / CONSOLE):
+            at_risk.add(CONSOLE)
         if not at_risk or EVENT.match(metrics):
             return
         is_given = config is not None and disk.same_file(own, config)
@@ -111,7 +122,8 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
     if is_in(out_dir, tokenizer):
         at_risk.discard("tokenizer")
     for name in sorted(at_risk):
-        harm = "to which a run would append" if name == METRICS else "which a run would replace"
+        appends = name in (METRICS, CONSOLE)
+        harm = "to which a run would append" if appends else "which a run would replace"
         remedy = "move it away, or give another"
         if is_given and name == "config.yaml":
             remedy = "it is the file of --config: keep it elsewhere, or give another --out_dir"
@@ -126,6 +138,23 @@ def is_in(out_dir: Path, tokenizer: str | None) -> bool:
         return False
     path = disk.resolve(os.path.expanduser(tokenizer))
     return path.is_relative_to(disk.resolve(out_dir / "tokenizer"))
+
+
+def tokenizer_kept(run: RunConfig) -> str | None:
+    """Return the tokenizer of a run if it is read from out_dir and stays as it is; else None.
+
+    Fine-tuning rewrites it: it adds a template and special tokens.
+    """
+    is_kept = run.task == "pretrain" and is_in(Path(run.out_dir), run.tokenizer)
+    return run.tokenizer if is_kept else None
+
+
+def _is_console(path: Path) -> bool:
+    """Whether a console.log is that of runs, or what standard output is sent to."""
+    with suppress(OSError):  # standard output is closed
+        if os.path.samestat(disk.stat(path), os.fstat(1)):
+            return True
+    return not (text := _beginning(path)) or text.startswith(HEAD_OF_CONSOLE.encode())
 
 
 def _beginning(path: Path) -> bytes:

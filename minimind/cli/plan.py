@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from minimind.architecture.costs import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.cli.command import OfRunFlags, argument, size_in_bytes
+from minimind.runtime.terminal import fitted
 
+LABELED = 12  # column of the text behind a label
 DATA_SHEETS = tuple(gpu.name for gpu in GPUS if gpu.memory)
 
 
@@ -41,4 +43,5 @@ class Plan(OfRunFlags):
         gpu = self.gpu_model and known_gpu(self.gpu_model)
         peak = self.peak_tflops or (gpu.peak_tflops if gpu else None)
         memory = self.memory or (gpu.memory * 2**30 if gpu else None)
-        print(plan(self.run_flags, Machine(self.gpus, memory, peak, self.mfu, self.tokens)))
+        machine = Machine(self.gpus, memory, peak, self.mfu, self.tokens)
+        print(fitted(plan(self.run_flags, machine), LABELED))

@@ -8,8 +8,6 @@ import time
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import get_terminal_size
-from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from minimind.cli.command import PLACES, OfPlaces, OfRun, OutputFile, argument
@@ -17,11 +15,13 @@ from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.installed import require_extra
+from minimind.runtime.terminal import fitted
 
 if TYPE_CHECKING:
     from minimind.sweep.scaling import Answer
 
 REMEDY = "give another --out"
+LABELED = 14  # column of the text of a summary
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,8 @@ class Report(OfPlaces, OutputFile):
             print(f"{self.out}: {size / 1024:,.0f} KiB; open it in a browser")
             return
         now = time.time()
-        print("\n\n".join(Summary(run, now).as_text(_has_blocks()) for run in read_runs(places)))
+        text = "\n\n".join(Summary(run, now).as_text(_has_blocks()) for run in read_runs(places))
+        print(fitted(text, LABELED))
 
 
 @dataclass(kw_only=True)
@@ -98,11 +99,8 @@ class Doctor(OfRun):
             lines = [f"{one.kind} ({one.sure}): {one.text}" for one in findings] or [
                 "nothing stands out"
             ]
-            columns = get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-            wrap = TextWrapper(
-                columns, "  ", "    ", break_long_words=False, break_on_hyphens=False
-            )
-            print("\n".join([str(place), *(wrap.fill(line) for line in [*lines, placed] if line)]))
+            text = "\n".join([str(place), *(f"  {line}" for line in [*lines, placed] if line)])
+            print(fitted(text))
         return int(any(one.counts for one in findings))
 
 

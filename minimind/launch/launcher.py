@@ -39,7 +39,9 @@ from minimind.errors import (
 )
 from minimind.launch.plan import PROJECT, SCRATCH, require_installed, write_plan
 from minimind.runtime import disk
-from minimind.runtime.heartbeat import is_alive, registered_workers
+from minimind.runtime.event_log import parse_event
+from minimind.runtime.exit import log_end
+from minimind.runtime.heartbeat import is_alive, read_layout, registered_workers
 from minimind.runtime.panics import panics_caught
 from minimind.runtime.process import (
     CAUGHT,
@@ -60,6 +62,7 @@ WITHOUT_FLAGS = (
     " --grad_clip 1.0 --log_interval 100 --save_interval 10000 --dim 1024 --n_layers 32"
     " --max_seq_len 1024 --use_flash_attn --profile --profile_interval 10"
 )
+TAIL = 2**20  # bytes of metrics.jsonl in which its last step is
 WORKERS_END = 10.0  # seconds in which the workers of a killed launcher end by themselves
 
 
@@ -154,6 +157,7 @@ def start(
     require_installed(os.environ)
     # They import yaml: after the check that it is installed.
     from minimind.checkpoint.directory import ended_at_once
+    from minimind.checkpoint.run_folder import require_out_dir
     from minimind.config.parse import parse_flags
     from minimind.config.paths import naming_flags
     from minimind.train.inputs import require_inputs
@@ -164,6 +168,7 @@ def start(
     if launched["num_machines"] == 1:
         with panics_caught(), naming_flags(vars(run)):
             require_inputs(run)
+            require_out_dir(run)
     print(message, file=sys.stderr, flush=True)
     os.environ |= {STDERR_ON_STDIN: "1", **{name: str(value) for name, value in exports.items()}}
     # A worker that stops may need a long step and a save; torch's default is 30 s.
@@ -180,7 +185,10 @@ def start(
         status = claim.status
     elif signals.ends_at_once:
         print(end="\n" if sys.stderr.isatty() else "", file=sys.stderr)  # below the progress bar
-        _say(ended_at_once(Path(run.out_dir)))
+        reason = ended_at_once(Path(run.out_dir))
+        _say(reason)
+        if launched["num_machines"] == 1:  # else ranks of the other hosts record an end
+            log_end_at_once(place, reason)
         status = Interrupted.status
     elif signals.reason:
         _say(
@@ -197,6 +205,25 @@ def start(
         sys.stderr.write(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", text))  # no terminal escapes
         sys.stderr.flush()
     return status, launched
+
+
+def log_end_at_once(place: Path, reason: str) -> None:
+    """Record the end of a run whose ranks were killed by a second Ctrl-C, unless one did.
+
+    `place` is that of the launch. None of the ranks is left to write. A run that had not begun has
+    no end.
+    """
+    if (layout := read_layout(place)) is None:
+        return
+    out_dir = Path(layout.out_dir)
+    with suppress(OSError), open(out_dir / "metrics.jsonl", "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        events = [event for event in map(parse_event, file) if event]
+        if events and events[-1]["event"] == "exit":
+            return
+        steps = (event["step"] for event in reversed(events) if event.get("step") is not None)
+        end = {"code": Interrupted.code, "status": Interrupted.status, "reason": reason}
+        log_end(out_dir, {**end, "step": next(steps, 0)}, f"{NAME}: {reason}")
 
 
 def prepare_restart(

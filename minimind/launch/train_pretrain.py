@@ -14,6 +14,7 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     import_module("minimind")
     del sys.path[0]
 from minimind.checkpoint.directory import ended_at_once
+from minimind.checkpoint.run_folder import require_out_dir
 from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import set_allocator_defaults
 from minimind.config.parse import parse_flags
@@ -54,6 +55,7 @@ def _main(argv: Sequence[str]) -> int:
             values = {flag: getattr(run, flag) for flag in FLAGS}
             with naming_flags(values):
                 require_inputs(run)
+                require_out_dir(run)
             # run_accelerate.sh has printed a line already; otherwise print one within a second.
             delay = LONG if SCRIPT_PID in os.environ else 0.5
             with phase("importing libraries", delay):

@@ -1,4 +1,4 @@
-"""Logging of a run on rank 0: metrics.jsonl, step lines and the progress bar."""
+"""Logging of a run on rank 0: metrics.jsonl, printed lines and the progress bar."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tqdm import tqdm
 from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
 from minimind.report.formats import PAUSES, clock_time
 from minimind.report.slowness import Setting, Verdicts
+from minimind.report.usage import Usage
+from minimind.runtime.console import CONSOLE, Console
 from minimind.runtime.device import device_kind
 from minimind.runtime.durable_files import Metrics, storing
 from minimind.runtime.terminal import for_stdout
@@ -94,6 +96,9 @@ class RunLogger:
     ) -> None:
         """mfu_per_speed has the factor from tokens/s to MFU by stage, where the peak is known."""
         self._path = out_dir / "metrics.jsonl"
+        self._console: Console | None = None  # from the first line on
+        self._has_begun = False
+        self._keeps_console = is_rank_0
         self._metrics = Metrics(self._path) if is_rank_0 else None
         self._is_rank_0 = is_rank_0
         self._is_stdout_open = sys.stdout is not None  # None: closed by whoever started us
@@ -102,6 +107,7 @@ class RunLogger:
         self._device = device
         self._total = total_steps
         self._bar: ProgressBar | None = None
+        self._usage: Usage | None = None  # on rank 0, from `begin` on
         self._start = time.perf_counter()  # when the steps of the next step line began
         self._steps = 0  # since `begin`
         self._tokens = 0  # up to the last step line
@@ -114,6 +120,18 @@ class RunLogger:
         self.verdicts = Verdicts(Setting())
 
     def print(self, text: str) -> None:
+        """Print on rank 0, and append to console.log, which a run can do without."""
+        if self._keeps_console:
+            try:
+                self._console = self._console or Console(self._path.parent)
+                if not self._has_begun:
+                    self._console.begin("start")
+                    self._has_begun = True
+                self._console.write(text)
+            except OSError as error:
+                self._keeps_console = False
+                why = f"{error.strerror}; what the run prints is no longer kept there"
+                print(f"warning: {self._path.with_name(CONSOLE)}: {why}", file=sys.stderr)
         if self._is_rank_0 and self._is_stdout_open:
             with storing("standard output", "send it somewhere else"):
                 try:
@@ -137,6 +155,7 @@ class RunLogger:
         """
         self._start, self._steps, self._tokens = time.perf_counter(), 0, tokens
         self._line_times, self._line_pauses = [], dict.fromkeys(PAUSES, 0.0)
+        self._usage = Usage(self._device) if self._is_rank_0 else None
         if self._bar:  # the run has gone back
             self._bar.close()
         if self._is_rank_0 and sys.stderr.isatty():
@@ -179,6 +198,7 @@ class RunLogger:
             "tokens_per_second": speed,
             "mfu": mfu,
             "memory_mib": self._memory_mib(),
+            **(self._usage.since_last() if self._usage else {}),
         }
         self.event("step", **line)
         text = f"loss {line['loss']:.4f}  lr {line['lr']:.2e}  {speed:,.0f} tokens/s"
@@ -235,12 +255,15 @@ class RunLogger:
             self.print(f"verdict  {found.text}")
 
     def close(self, timeout: float = ERROR_TIMEOUT) -> None:
-        """Close trackers, metrics and the bar; trackers get `timeout` seconds to finish."""
+        """Close trackers, files and the bar; trackers get `timeout` seconds to finish."""
         if self.trackers:
             self.trackers.close(timeout)
         if self._metrics:
             self._metrics.close()
             self._metrics = None
+        if self._console:  # a later line opens it again
+            self._console.close()
+            self._console = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -121,6 +121,14 @@ class Host:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 2**10
 
+    def reserved_memory(self, device: torch.device) -> int | None:
+        """Bytes that this process holds on a device of its own, freed blocks included."""
+        return None
+
+    def busy_percent(self, device: torch.device) -> int | None:
+        """Share of the driver's last sample, of 1 s or less, in which a kernel ran."""
+        return None
+
 
 class Accelerator(Host):
     """A device that works through a queue, as torch.accelerator has it: xpu and npu are no more."""
@@ -189,12 +197,16 @@ class Accelerator(Host):
     def peak_memory(self, device: torch.device) -> int:
         return self.module.max_memory_allocated(device)
 
+    def reserved_memory(self, device: torch.device) -> int | None:
+        return self.module.memory_reserved(device)
+
 
 class Cuda(Accelerator):
     """An NVIDIA GPU, or an AMD one under ROCm, which torch calls by the same name."""
 
     has_triton = True
     has_tf32 = True
+    tells_busy = True  # until it does not
 
     @property
     def has_float64(self) -> bool:
@@ -214,6 +226,15 @@ class Cuda(Accelerator):
         """That of all GPUs, which may differ: every rank has to decide alike. None: no GPU."""
         gpus = range(self.count())
         return min((torch.cuda.get_device_capability(gpu) for gpu in gpus), default=None)
+
+    def busy_percent(self, device: torch.device) -> int | None:
+        """None without the package nvidia-ml-py (AMD: amdsmi), and of a part of a GPU (MIG)."""
+        if self.tells_busy:
+            try:
+                return torch.cuda.utilization(device)
+            except Exception:  # torch raises what those packages do
+                self.tells_busy = False
+        return None
 
 
 class Metal(Accelerator):
@@ -246,6 +267,9 @@ class Metal(Accelerator):
 
     def peak_memory(self, device: torch.device) -> int:
         return torch.mps.driver_allocated_memory()  # what was once allocated stays cached
+
+    def reserved_memory(self, device: torch.device) -> int | None:
+        return torch.mps.driver_allocated_memory()
 
 
 class Ascend(Accelerator):

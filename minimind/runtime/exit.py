@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,7 @@ from minimind.errors import (
     Stopped,
     known_error,
 )
+from minimind.runtime.console import Console
 from minimind.runtime.durable_files import Metrics
 from minimind.runtime.heartbeat import FailedRank, is_alive
 from minimind.runtime.process import (
@@ -44,7 +45,7 @@ from minimind.runtime.process import (
     read_claim,
     write_torchrun_error,
 )
-from minimind.runtime.terminal import one_line, print_traceback
+from minimind.runtime.terminal import one_line, traceback_text
 from minimind.runtime.urls import masked_text
 
 PROGRAM = "train_pretrain"
@@ -96,6 +97,16 @@ def _is_observed() -> bool:
         callers.add(frame.f_globals.get("__name__"))
     is_called = not callers <= {"runpy"}
     return is_called or bool(sys.flags.inspect) or not os.environ.keys().isdisjoint(INJECTED)
+
+
+def log_end(out_dir: Path, end: Mapping[str, Any], text: str) -> None:
+    """Record an `exit` event, and in console.log the text that was printed."""
+    with suppress(OSError):  # the disk is full
+        with closing(Metrics(out_dir / "metrics.jsonl")) as metrics:
+            metrics.write("exit", **end)
+        with closing(Console(out_dir)) as console:
+            console.begin("end")
+            console.write(text)
 
 
 class Ending:
@@ -154,9 +165,8 @@ class Ending:
         else:
             claim = claim_status(reported.status, cause)
         if claim.is_ours and not self._is_reported_by_local_rank_0():
-            if self.debug or (is_bug and not lost):
-                print_traceback(error)
-            self._print(reported)
+            trace = traceback_text(error) if self.debug or (is_bug and not lost) else ""
+            self._print(reported, trace)
         elif claim.status != PREEMPTED and self.progress.out_dir:
             # Before out_dir is set all ranks raise the same error, and one reports it.
             print(f"{PROGRAM}: stopped because rank {claim.rank} failed", file=sys.stderr)
@@ -171,14 +181,14 @@ class Ending:
             lost.worker.kill()  # otherwise the launcher waits for it
         return claim.status
 
-    def _print(self, error: RunError) -> None:
+    def _print(self, error: RunError, trace: str) -> None:
         progress, status = self.progress, error.status
         is_stop = status in (PREEMPTED, Interrupted.status)
         line = one_line(PROGRAM, error, f"rank={progress.rank} step={progress.step}")
         reason = masked_text(str(error))
         line = f"{PROGRAM}: {reason}" if is_stop else line
         write_torchrun_error(line)
-        lines = [*map(masked_text, error.table), line]
+        lines = [*trace.splitlines(), *map(masked_text, error.table), line]
         if isinstance(error, Interrupted) and sys.stderr.isatty():
             lines.insert(0, "")  # below the progress bar
         with suppress(OSError):  # stderr is closed
@@ -186,10 +196,8 @@ class Ending:
         end = {"code": error.code, "status": status, "reason": reason, "step": progress.step}
         end |= {} if progress.has_started else {"started": False}  # not the end of an earlier start
         locked = Path(progress.lock.name).parent if progress.lock else None
-        with suppress(OSError):  # the disk is full
-            if out_dir := progress.out_dir or locked:
-                with closing(Metrics(out_dir / "metrics.jsonl")) as metrics:
-                    metrics.write("exit", **end)
+        if out_dir := progress.out_dir or locked:
+            log_end(out_dir, end, "\n".join(lines))
 
     def _is_reported_by_local_rank_0(self) -> bool:
         """Whether local rank 0 reports the same error, where no status file decides who does.

@@ -11,8 +11,11 @@ import os
 import re
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import starmap, zip_longest
+from shutil import get_terminal_size
 from threading import Timer
 from typing import Any, TextIO
 
@@ -44,22 +47,98 @@ def first_lines(error: BaseException, count: int | None = 1) -> str:
     return " ".join(lines[:count]).rstrip(".") or type(error).__name__
 
 
+def screen_columns(most: int = sys.maxsize) -> int:
+    """Columns of the terminal, at most `most`; in a pipe `most`, whatever COLUMNS says."""
+    return min(most, get_terminal_size((most, 24)).columns) if _is_terminal(sys.stdout) else most
+
+
+def columns_of(text: str) -> int:
+    """Columns that a text takes: two for a wide character, none for one that combines."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(one) else 1 + (unicodedata.east_asian_width(one) in "WF")
+        for one in text
+    )
+
+
+# A word, or a wide character, which may end a line, with the punctuation that may not begin one.
+# Blanks before it are kept within a line.
+WIDE = "\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uffef\U00020000-\U0003fffd"
+PIECE = re.compile(
+    rf"\s*(?:[{WIDE}][\u3001\u3002\u300d\u300f\u3011\uff01\uff09\uff0c\uff1a\uff1b\uff1f]*|[^\s{WIDE}]+)"
+)
+
+
+def folded(line: str, indent: int, columns: int) -> list[str]:
+    """Wrap a line; a word that is longer than a line is not broken. Later lines are indented."""
+    lines, indent = [""], min(indent, columns // 2)  # room for words
+    for piece in PIECE.findall(line):
+        if lines[-1].strip() and columns_of(lines[-1] + piece) > columns:
+            lines.append(" " * indent + piece.lstrip())
+        else:
+            lines[-1] += piece
+    return lines
+
+
+def fitted(text: str, labels: int = 0) -> str:
+    """Wrap the lines of a text to the screen, each below its text.
+
+    labels: columns of the label that a line may have, with two blanks.
+    """
+    columns, found = screen_columns(), []
+    for line in text.split("\n"):
+        own = len(line) - len(line.lstrip()) + 2
+        found += folded(line, labels if line[:labels].endswith("  ") else own, columns)
+    return "\n".join(found)
+
+
 def aligned(
-    rows: Iterable[Sequence[str]], sides: str = "<", indent: str = "", widest: int = sys.maxsize
+    rows: Iterable[Sequence[str]], sides: str = "<", indent: str = "", columns: int | None = None
 ) -> str:
     """Lay out rows as lines, with two blanks between columns.
 
     sides: the side of each column to align to, `<` or `>`; the last also holds for the rest.
-    A cell longer than `widest` does not widen its column: it moves the rest of its line.
+    columns: those of a line, by default the screen's. Cells are wrapped to fit, at the least with
+    one blank between columns; a row with a word that is too long has a line for each cell.
     """
     lines = [*rows]
-    widths = [min(max(map(len, column)), widest) for column in zip(*lines, strict=True)]
-    columns = [*zip(sides.ljust(len(widths), sides[-1]), widths, strict=False)]
-    padded = (
-        (f"{cell:{side}{width}}" for cell, (side, width) in zip(line, columns, strict=True))
-        for line in lines
-    )
-    return "\n".join(f"{indent}{'  '.join(cells)}".rstrip() for cells in padded)
+    room = (screen_columns() if columns is None else columns) - len(indent)
+    widths, gap = _widths(lines, room)
+    found: list[str] = []
+    for line in lines:
+        cells = [folded(cell, 0, width) for cell, width in zip(line, widths, strict=True)]
+        pairs = zip(cells, widths, strict=True)
+        if any(columns_of(part) > width for cell, width in pairs for part in cell):
+            first, *others = filter(None, line)
+            parts = [part for cell in others for part in folded(f"  {cell}", 4, room)]
+            found += [*folded(first, 2, room), *parts]
+            continue
+        for parts in zip_longest(*cells, fillvalue=""):
+            columns_of_line = zip(parts, sides.ljust(len(widths), sides[-1]), widths, strict=False)
+            found.append(gap.join(starmap(_padded, columns_of_line)))
+    return "\n".join(f"{indent}{line}".rstrip() for line in found)
+
+
+def _widths(lines: Sequence[Sequence[str]], room: int) -> tuple[list[int], str]:
+    """Widths of the columns of a table, less than those of cells that do not fit; and the gap."""
+    table = [*zip(*lines, strict=True)]
+    widths = [max(map(columns_of, column)) for column in table]
+    words = [
+        max(columns_of(part.lstrip()) for cell in column for part in PIECE.findall(cell) or [""])
+        for column in table
+    ]
+    gap = "  " if sum(words) + 2 * (len(words) - 1) <= room else " "
+    room -= len(gap) * (len(words) - 1)
+    for least in (words, [1] * len(words)):  # longer words only where nothing else is left
+        while sum(widths) > room and (wider := [n for n, w in enumerate(widths) if w > least[n]]):
+            widths[max(wider, key=widths.__getitem__)] -= 1
+    return widths, gap
+
+
+def _padded(text: str, side: str, width: int) -> str:
+    blanks = " " * (width - columns_of(text))
+    return text + blanks if side == "<" else blanks + text
 
 
 def for_stdout(text: str) -> str:
@@ -121,10 +200,14 @@ def guarded() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def traceback_text(error: BaseException) -> str:
+    """The traceback of an error, without what URLs hide."""
+    return masked_text("".join(traceback.format_exception(error)))
+
+
 def print_traceback(error: BaseException) -> None:
-    """Print the traceback of an error to stderr, without what URLs hide."""
-    lines = traceback.format_exception(error)
-    print(masked_text("".join(lines)), end="", file=sys.stderr)
+    """Print it to stderr."""
+    print(traceback_text(error), end="", file=sys.stderr)
 
 
 LONG = 2.0  # seconds

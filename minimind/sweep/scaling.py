@@ -568,10 +568,12 @@ def draw(answer: Answer) -> Chart:
         if one["measured"] is not None:
             at = (f"{one['run']}, measured", one[name], one["measured"])
             add_dots("measured", [at], marker=look | {"symbol": "x-thin-open"})
+    ticks = formats.log_ticks(x[0], x[-1])
+    labels = {"tickvals": ticks, "ticktext": [*map(formats.size, ticks)], "automargin": True}
     layout = {
         "template": TEMPLATE,
         "hovermode": "closest",
-        "xaxis": {"title": name, "type": "log", "exponentformat": "SI"},
+        "xaxis": {"title": name, "type": "log", **labels},
         "yaxis": {"title": "loss"},
         "showlegend": len(shown) > 1 or one is not None,
     }

@@ -37,6 +37,7 @@ class _CallableModule(ModuleType):
             set_allocator_defaults(os.environ)  # torch may have read it already
             import torch.distributed as dist
 
+            from minimind.checkpoint.run_folder import require_out_dir
             from minimind.config.parse import build_config
             from minimind.engine.build import leave_process_group
             from minimind.errors import UsageError
@@ -45,6 +46,7 @@ class _CallableModule(ModuleType):
 
             run = build_config({**(flags or {}), **more}, "train({name}=...)")
             require_inputs(run)
+            require_out_dir(run)
             if dist.is_initialized():
                 raise UsageError(
                     "this process already has a process group, and train(...) creates its own;"

@@ -14,11 +14,9 @@ from minimind.checkpoint.identity import identity
 from minimind.checkpoint.resume import Resumed, TrainState, damage_logged, resume, resume_order
 from minimind.checkpoint.retention import Rules, had_rules
 from minimind.checkpoint.run_folder import (
-    is_in,
     lock_out_dir,
     recorded_flags,
-    require_own,
-    require_writable,
+    tokenizer_kept,
     write_reference,
 )
 from minimind.checkpoint.saver import Saver, sidecar_files
@@ -44,7 +42,7 @@ from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
-from minimind.runtime.terminal import phase
+from minimind.runtime.terminal import folded, phase, screen_columns
 from minimind.train.agreement import (
     meet,
     require_agreement,
@@ -55,7 +53,7 @@ from minimind.train.evaluate import build_samples, held_out_of
 from minimind.train.failures import SkippedSteps, report_out_of_memory
 from minimind.train.loop import GO_BACK, RunContext, register_cleanup, train
 from minimind.train.rows import build_batches
-from minimind.train.run_start import folded, log_run_start, log_start_event
+from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
 from minimind.train.speed import mfu_per_speed, setting_of
 from minimind.train.start import Plan, decide, traced_steps
 from minimind.train.what_next import what_next
@@ -65,7 +63,10 @@ CHECKPOINT_TIMEOUT_S = 3600
 
 
 def pretrain(run: RunConfig, progress: Progress) -> int:
-    """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints."""
+    """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints.
+
+    `require_inputs` and `require_out_dir` have passed.
+    """
     progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
     with ExitStack() as cleanup:
@@ -74,21 +75,11 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
         from minimind.train.dry_run import dry_run_text
 
         launch = planned_launch(launch, os.environ)
-        require_own(Path(run.out_dir), tokenizer_kept(run), run.config)
         plan = decide(run, launch, cleanup, tokenize=False)
         if launch.rank == 0:
             require_place_of_mirror(run, is_start=False)
             print(dry_run_text(plan))
         return 0
-
-
-def tokenizer_kept(run: RunConfig) -> str | None:
-    """Return the tokenizer of a run if it is read from out_dir and stays as it is; else None.
-
-    Fine-tuning rewrites it: it adds a template and special tokens.
-    """
-    is_kept = run.task == "pretrain" and is_in(Path(run.out_dir), run.tokenizer)
-    return run.tokenizer if is_kept else None
 
 
 def require_place_of_mirror(run: RunConfig, is_start: bool) -> None:
@@ -113,7 +104,6 @@ def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup:
     """
     # 1. The folder of the run. One in use is refused before the long work.
     out_dir, is_rank_0 = Path(given.out_dir), launch.rank == 0
-    require_writable(out_dir, tokenizer_kept(given), given.config)
     if is_rank_0:
         require_place_of_mirror(given, is_start=True)
         if disk.exists(out_dir):
@@ -363,7 +353,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
             from minimind.report.placement import placement
 
             if placed := placement(read_runs([out_dir])[0]):
-                logger.print("\n".join(folded(placed, 2)))
+                logger.print("\n".join(folded(placed, 2, screen_columns(COLUMNS))))
             write_report([out_dir], out_dir / REPORT_NAME, "correct the path of --out_dir")
             logger.print(f"report {out_dir / REPORT_NAME}")
         # metrics.jsonl was removed, or the installation has changed since the start.

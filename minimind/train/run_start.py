@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from minimind.architecture.hf_models import rotary_dtype
@@ -37,7 +35,7 @@ from minimind.recovery.token_balance import (
     token_balance,
 )
 from minimind.report.formats import count
-from minimind.runtime.terminal import aligned
+from minimind.runtime.terminal import aligned, folded, screen_columns
 from minimind.runtime.urls import masked_values, named
 from minimind.train.loop import RunContext
 from minimind.train.speed import peak_of
@@ -163,16 +161,7 @@ def first_screen(
 
 
 def _labelled(label: str, text: str) -> list[str]:
-    return folded(f"{label:<{LABEL}}{text}", LABEL)
-
-
-def folded(line: str, indent: int) -> list[str]:
-    """Wrap a line at the terminal's width, or at `COLUMNS`; words are not broken."""
-    width = min(COLUMNS, shutil.get_terminal_size((COLUMNS, 24)).columns)
-    indent = min(indent, width // 2)  # room for words
-    return wrap(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )
+    return folded(f"{label:<{LABEL}}{text}", LABEL, screen_columns(COLUMNS))
 
 
 def settings_tables(resolved: ResolvedConfig) -> list[str]:
@@ -226,11 +215,7 @@ def changed_settings(resolved: ResolvedConfig) -> str:
         (name, value.replace("\n", r"\n"), source.replace(here, "").replace("\n", r"\n"))
         for name, value, source in rows
     ]
-    lines = aligned(cells, indent="  ").split("\n") if cells else []
-    pairs = zip(lines, cells, strict=True)
-    return "\n".join(
-        part for line, (*_, source) in pairs for part in folded(line, len(line) - len(source))
-    )
+    return aligned(cells, indent="  ", columns=screen_columns(COLUMNS)) if cells else ""
 
 
 def _is_changed(run: RunConfig, name: str) -> bool:

@@ -23,6 +23,7 @@ from minimind.inference.load_model import load_checkpoint
 from minimind.interop import tensor_sources, write_folder
 from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.faults import tiny
+from tests.runtime.test_terminal import use_screen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +79,18 @@ def test_list_shows_one_aligned_line_for_each_and_what_lies_beside(run_dir, caps
     assert output[3:] == ["set aside, never chosen"] * 2 + ["unfinished"]
     for expected in (" 600 ", " 7 ", " 0.2 MiB ", " float32 "):
         assert expected in lines[1]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_list_fits_the_screen(columns: int, run_dir, capsys, monkeypatch):
+    leave_behind(run_dir)
+    use_screen(monkeypatch, columns)
+    assert checkpoint("list", run_dir) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    starts = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert starts[:2] == ["checkpoint", "step_00000006"]
+    assert sum("step_00000009.tmp-ab12" in line for line in lines) == 1
 
 
 def test_list_reports_damage_by_size_at_once_and_by_hash_when_requested(run_dir, capsys):

@@ -33,7 +33,7 @@ from minimind.launch import launcher
 from minimind.launch import plan as launch
 from minimind.launch.plan import DEEPSPEED_FIELDS, LaunchSettings, count_gpus, fields, plan
 from minimind.runtime.environment import GPU_VARIABLES
-from minimind.runtime.heartbeat import this_worker
+from minimind.runtime.heartbeat import Layout, this_worker
 from minimind.runtime.process import CAUGHT, SCRIPT_PID, STATUS_FILE
 from tests.conftest import ROOT, Launcher, Run
 from tests.distributed.conftest import FP32
@@ -902,6 +902,13 @@ def test_a_mistake_of_a_flag_or_a_path_is_one_line_before_a_process_starts(
     assert line.partition(": ")[2].partition(": ")[2].startswith(sentence)
 
 
+def test_an_out_dir_that_cannot_be_made_is_told_before_a_process_starts(script):
+    refused = script("--data_path", str(ROOT / "README.md"), "--out_dir", "/proc/nope")
+    assert (refused.status, refused.stdout) == (5, "")
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("run_accelerate.sh: error[E_STORAGE]: out_dir /proc/nope: /proc cannot")
+
+
 def test_a_path_that_is_not_on_this_one_of_two_hosts_is_left_to_its_workers(script):
     hosts = {"NUM_MACHINES": "2", "MAIN_IP": "10.0.0.1", "MAIN_PORT": "29500"}
     line, _ = handed_on(script("--data_path", "gone.txt", MACHINE_RANK="1", **hosts))
@@ -930,20 +937,30 @@ def test_a_stop_before_the_launch_answers_75(
     assert stopped.stdout == ""
 
 
+def layout_in(out_dir: Path) -> Layout:
+    return Layout("", str(out_dir), 1, 1, 1, 1, False, "auto", "")
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_second_ctrl_c_ends_all_processes_in_one_line_and_130(tmp_path: Path, is_saved: bool):
+def test_a_second_ctrl_c_ends_all_processes_in_one_line_and_130(
+    tmp_path: Path, is_saved: bool, has_begun: bool
+):
     """A launcher of ours whose worker has a session of its own, and heeds no TERM."""
-    stub = tmp_path / "python"
+    out, stub, layout = (tmp_path / name for name in ("out", "python", "layout"))
+    layout.write_text(json.dumps(dataclasses.asdict(layout_in(out))))
     worker = "import signal, time; signal.signal(15, signal.SIG_IGN); print(0); time.sleep(300)"
     parent = "import signal, subprocess, sys; signal.signal(15, signal.SIG_IGN); "
     parent += f"subprocess.run([sys.executable, '-uc', {worker!r}], start_new_session=True)"
     stub.write_text(
         f'#!/bin/sh\n[ "${{1##*/}}" = accelerate_launch.py ] || exec "{sys.executable}" "$@"\n'
-        f'exec "{sys.executable}" -c "{parent}"\n'
+        + f'cp "{layout}" "${{{STATUS_FILE}%/*}}/layout-0"\n' * has_begun
+        + f'exec "{sys.executable}" -c "{parent}"\n'
     )
     stub.chmod(0o755)
-    out = tmp_path / "out"
     (out / "checkpoints" / ("step_00000013" if is_saved else "draft")).mkdir(parents=True)
+    earlier = '{"event": "run_start", "time": 1.0, "step": 0}\n{"event": "step", "step": 17}\n'
+    (out / "metrics.jsonl").write_text(earlier)
     started = subprocess.Popen(
         ["bash", str(ROOT / "run_accelerate.sh"), "--dry_run", "--out_dir", str(out)],
         env=environment(PYTHON=str(stub), CUDA_VISIBLE_DEVICES=""),
@@ -963,6 +980,22 @@ def test_a_second_ctrl_c_ends_all_processes_in_one_line_and_130(tmp_path: Path, 
     saved = f"the last checkpoint is step 13 of {out}, later steps are lost"
     said = saved if is_saved else f"no checkpoint yet in {out}"
     assert line == f"run_accelerate.sh: ended at once by a second Ctrl-C; {said}"
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    if not has_begun:
+        assert last["event"] == "step"
+        assert not (out / "console.log").exists()
+        return
+    assert (last["event"], last["status"], last["step"]) == ("exit", 130, 17)
+    assert last["reason"] == line.removeprefix("run_accelerate.sh: ")
+    assert (out / "console.log").read_text().splitlines()[-1] == line
+
+
+def test_an_end_that_a_rank_recorded_before_it_was_killed_is_not_recorded_again(tmp_path: Path):
+    (tmp_path / "layout-0").write_text(json.dumps(dataclasses.asdict(layout_in(tmp_path))))
+    log = '{"event": "step", "step": 3}\n{"event": "exit", "status": 75, "step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_text(log)
+    launcher.log_end_at_once(tmp_path, "ended at once")
+    assert (tmp_path / "metrics.jsonl").read_text() == log
 
 
 EARLY_AND_LATE = """

@@ -26,7 +26,16 @@ from minimind.config.parse import parse_flags
 from minimind.errors import UsageError, which_memory
 from minimind.runtime import device as device_module
 from minimind.runtime.collectives import collective_backend
-from minimind.runtime.device import CUDA, HOST, KINDS, Copies, device_kind, milliseconds, widened
+from minimind.runtime.device import (
+    CUDA,
+    HOST,
+    KINDS,
+    Copies,
+    Cuda,
+    device_kind,
+    milliseconds,
+    widened,
+)
 
 MPS = KINDS["mps"]
 
@@ -60,6 +69,19 @@ def test_on_a_cpu_nothing_is_late():
     assert HOST.memory() > HOST.peak_memory(torch.device("cpu")) > 2**20
 
 
+def test_how_busy_a_gpu_is_is_asked_until_it_is_not_told(monkeypatch: pytest.MonkeyPatch):
+    answers: list[Any] = [80, ModuleNotFoundError("nvidia-ml-py")]
+
+    def utilization(device: torch.device) -> int:
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(torch.cuda, "utilization", utilization)
+    gpu = Cuda("cuda")
+    assert [gpu.busy_percent(torch.device("cuda", 0)) for _ in range(3)] == [80, None, None]
+
+
 def test_an_extension_that_is_not_installed_has_no_device():
     npu: Any = KINDS["npu"]
     assert not hasattr(torch, "npu")
@@ -90,6 +112,7 @@ def test_another_accelerator_is_asked_as_torch_has_it(monkeypatch: pytest.Monkey
         ("current_device", 0),
         ("get_device_properties", properties),
         ("max_memory_allocated", 5),
+        ("memory_reserved", 6),
     ):
         monkeypatch.setattr(torch.xpu, name, lambda *device, answer=answer: answer)
     seeds: list[int] = []
@@ -102,6 +125,7 @@ def test_another_accelerator_is_asked_as_torch_has_it(monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match=visible):
         device_for("xpu", "--device", Launch(world_size=3, local_world_size=3))
     assert (xpu.model_of(device), xpu.peak_memory(device)) == ("Arc", 5)
+    assert (xpu.reserved_memory(device), xpu.busy_percent(device)) == (6, None)
     assert xpu.memory() == 16 * 2**30
     assert not xpu.has_float64
     properties.has_fp64 = True
@@ -191,6 +215,7 @@ def test_what_an_apple_gpu_is_asked(monkeypatch: pytest.MonkeyPatch):
     device = torch.device("mps", 0)
     assert MPS.model_of(device) == "Apple M3 Pro"
     assert (MPS.memory(), MPS.peak_memory(device)) == (12 * 2**30, 2**30)
+    assert MPS.reserved_memory(device) == 2**30
     assert MPS.copies(device) is None
     assert (MPS.pins, MPS.has_float64, MPS.has_complex, MPS.has_triton) == (False,) * 4
     assert collective_backend("mps", 60)[0] == "gloo"

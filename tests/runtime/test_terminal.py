@@ -13,7 +13,16 @@ import pytest
 
 from minimind.cli import generate as generate_commands
 from minimind.errors import UsageError
-from minimind.runtime.terminal import Guarded, aligned, first_lines, guarded, one_line, printable
+from minimind.runtime.terminal import (
+    Guarded,
+    aligned,
+    columns_of,
+    first_lines,
+    folded,
+    guarded,
+    one_line,
+    printable,
+)
 
 CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
 HARMLESS = {0x09, 0x0A}
@@ -23,6 +32,12 @@ ROOT = Path(__file__).resolve().parents[2]
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def use_screen(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Let standard output, captured or not, be a terminal of so many columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("minimind.runtime.terminal._is_terminal", lambda stream: True)
 
 
 def has_controls(text: str) -> bool:
@@ -118,15 +133,70 @@ def test_commands_at_a_real_terminal(words: list[str], tmp_path: Path):
     assert not has_controls(text)
 
 
-def test_columns_are_aligned_and_a_long_cell_moves_only_its_line():
-    rows = [("a", "1", "22", "x"), ("bbb", "33", "4", ""), ("c", "5" * 6, "6", "y")]
-    assert aligned(rows, "<>", "  ", widest=3).splitlines() == [
-        "  a      1  22  x",
-        "  bbb   33   4",
-        "  c    555555   6  y",
+def test_columns_are_aligned():
+    rows = [("a", "1", "x"), ("bbb", "33", ""), ("数据", "5", "y")]
+    assert aligned(rows, "<>", "  ").splitlines() == [
+        "  a      1  x",
+        "  bbb   33",
+        "  数据   5  y",  # two columns a character
     ]
     assert aligned([("a", "b"), ("ccc", "d")]) == "a    b\nccc  d"
     assert aligned([["a"], ["bb"]], "><") == " a\nbb"
+    assert aligned([]) == ""
+
+
+# Name, value and source of a flag; a folder, numbers and a sentence.
+TABLES = {
+    "flags": [
+        ("data_path", "/数据/中文语料/第一部分.jsonl 更多的文本", "--data_path"),
+        ("batch_size", "16", "auto (2.36M parameters, 20.5K tokens, 1.07 epochs)"),
+        ("out_dir", "out/" + "x" * 90, "run.yaml"),
+        ("eval_tasks", "cloze " * 12, "--config configs/strong.yaml, which is read first"),
+    ],
+    "checkpoints": [
+        ("checkpoint", "tokens", "saved", "files", "size", "saved by", "state", "kept"),
+        *(
+            (
+                *(f"step_{n:08}", f"{n:,}", "2026-11-30 00:37", "10", "1,601.6 MiB", "2 x ZeRO-2"),
+                *("published, hashes not read", "最后一个检查点，也是最好的一个"),
+            )
+            for n in (12, 99_999_999)
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_fits_the_screen_and_loses_no_word(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+):
+    use_screen(monkeypatch, columns)
+    rows = TABLES[name]
+    lines = aligned(rows, indent="  ").splitlines()
+    words = [word for row in rows for cell in row for word in cell.split()]
+    text = "".join("".join(lines).split())
+    for line in lines:
+        if "x" * 90 not in line:
+            assert columns_of(line) <= columns
+    for word in words:
+        if word.isascii():
+            assert any(word in line for line in lines)
+        assert all(text.count(one) >= 1 for one in word)
+    assert sorted(text) == sorted("".join(words))
+
+
+def test_a_table_in_a_pipe_has_a_line_for_each_row(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    for rows in TABLES.values():
+        assert len(aligned(rows).splitlines()) == len(rows)
+
+
+def test_lines_are_folded_below_their_text_between_words_and_wide_characters():
+    assert folded("data   one two three", 7, 14) == ["data   one two", "       three"]
+    assert folded("数据，中文语料。", 2, 10) == ["数据，中文", "  语料。"]
+    assert folded("a " + "x" * 20, 4, 10) == ["a", "    " + "x" * 20]
+    assert columns_of("e\u0301数") == 3
 
 
 def test_the_first_lines_of_an_error_are_one():

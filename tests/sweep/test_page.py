@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from minimind.config.parse import parse_flags
+from minimind.report.formats import PALETTE
 from minimind.report.page import write_page
-from minimind.sweep.page import render
+from minimind.sweep.page import render, validations
 from minimind.sweep.sweep_file import Sweep, read_sweep
 from minimind.sweep.trial import Result, best_command, table, table_text
 from tests.report.made import Drawn, values_of
@@ -63,9 +65,65 @@ def test_the_charts_have_the_values_of_the_trials(tmp_path: Path):
     page = Drawn(render(made_sweep(tmp_path), ROWS, Path("out/mine")))
     names = ["history", "parallel", "over-learning-rate", "over-batch-size", "curves"]
     assert [*page.charts] == names
-    drawn = [line for line in page.charts["curves"]["data"] if len(values_of(line["y"]))]
-    curves = [values_of(line["y"]).tolist() for line in drawn]
+    curves = [values_of(line["y"]).tolist() for line in page.charts["curves"]["data"]]
     assert sorted(curves) == [[2.25, 1.25], [2.5, 1.5], [2.75, 1.75], [3.0, 2.0]]
+    history = {line["name"]: line for line in page.charts["history"]["data"]}
+    assert {name: values_of(line["x"]).tolist() for name, line in history.items()} == {
+        "not finished": [1],
+        "finished": [0, 4],
+        "best": [2],
+        "best so far": [0, 1, 2, 4],
+    }
+    assert [*history["best so far"]["y"]] == [2.0, 2.0, 1.5, 1.5]
+
+
+def test_parallel_coordinates_are_logarithmic_where_the_range_is(tmp_path: Path):
+    chart = Drawn(render(made_sweep(tmp_path), ROWS, Path("out"))).charts["parallel"]
+    lines = {line["text"][0].partition(":")[0]: line for line in chart["data"]}
+    assert values_of(lines["trial-0002"]["y"]) == pytest.approx([1 / 3, 2 / 3, 1 / 2])
+    assert {name: line["line"]["dash"] for name, line in lines.items()} == {
+        "trial-0000": "solid",
+        "trial-0001": "dot",  # pruned
+        "trial-0002": "solid",
+        "trial-0004": "solid",
+    }
+    labels = [note["text"] for note in chart["layout"]["annotations"] if note["x"] == 1]
+    assert labels == ["0.0001", "0.001", "0.01", "0.1"]
+
+
+def test_colors_of_a_page_are_those_that_differ_enough_from_light_and_dark(tmp_path: Path):
+    for chart in Drawn(render(made_sweep(tmp_path), ROWS, Path("out"))).charts.values():
+        for found in re.findall(r"#[0-9a-f]{6}", json.dumps(chart["data"])):
+            light_and_dark = next(both for both in PALETTE.values() if both[0] == found)
+            for color, paper in zip(light_and_dark, PALETTE["paper"], strict=True):
+                assert contrast(color, paper) > 3
+
+
+def contrast(color: str, other: str) -> float:
+    """As in WCAG 2.2, 1.4.11."""
+
+    def luminance(text: str) -> float:
+        parts = [int(text[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(share * c for share, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(color), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_the_values_of_the_curves_are_a_table_too(tmp_path: Path):
+    assert validations(ROWS) == (
+        ["trial", "step 10", "step 20"],
+        [
+            ["trial-0002", "2.5000", "1.5000"],
+            ["trial-0004", "2.7500", "1.7500"],
+            ["trial-0000", "3.0000", "2.0000"],
+            ["trial-0001", "2.2500", "1.2500"],
+        ],
+    )
+    long = row(0, 1e-3, "2", 2.0).model_copy(update={"curve": dict.fromkeys(range(1, 101), 2.0)})
+    head, (cells,) = validations([long])
+    assert (head[-1], len(head), len(cells)) == ("step 100", 13, 13)
 
 
 def test_ticks_of_a_logarithmic_axis_are_not_rounded_to_whole_numbers(tmp_path: Path):

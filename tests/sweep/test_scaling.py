@@ -210,6 +210,8 @@ def test_the_page_draws_the_runs_and_the_law(grid, tmp_path, capsys):
     assert curve[:, 1].tolist() == pytest.approx(
         LAW.loss(shape_of_dim(128).parameters, curve[:, 0]).tolist(), rel=0.01
     )
+    axis = page.charts["loss"]["layout"]["xaxis"]
+    assert {"50M", "100M", "1B", "5B"} < {*axis["ticktext"]}
     html = out.read_text(encoding="utf-8")
     assert "default-src 'none'" in html
     assert re.search(r"<h2>Compute-optimal, where a run takes [\d.]+ N D FLOPs</h2>", html)

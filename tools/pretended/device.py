@@ -47,6 +47,7 @@ ANSWERS: dict[str, Any] = {
     "get_device_name": NAME,
     "is_bf16_supported": True,
     "max_memory_allocated": 2**30,
+    "memory_reserved": 2**30,
     "_lazy_init": None,
     "manual_seed": None,
     "manual_seed_all": None,
