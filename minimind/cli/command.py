@@ -312,7 +312,7 @@ def size_in_bytes(text: str) -> int:
     form = r"(\d{1,12}(?:\.\d+)?) *(?:([KMGT])(i?B)?)?"
     match = re.fullmatch(form, text.strip(), re.IGNORECASE)
     if not match or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount such as 24GiB, 80G or 512MiB")
     base = 1000 if (match[3] or "").lower() == "b" else 1024
     return int(float(match[1]) * base ** ("KMGT".index((match[2] or "G").upper()) + 1))
 
@@ -353,7 +353,7 @@ def iso_date(text: str) -> str:
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!a} is no date such as 2024-07-26") from error
+        raise argparse.ArgumentTypeError(f"{text!a} is not a date such as 2024-07-26") from error
 
 
 def json_variables(text: str) -> dict[str, Any]:

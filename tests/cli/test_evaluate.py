@@ -199,7 +199,7 @@ def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]
     [
         ("--data MIXED", 2, "neither was given; give one"),
         ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given; give one"),
-        ("--model RUN --data MIXED", 2, "is of a training run; give it as --checkpoint"),
+        ("--model RUN --data MIXED", 2, "belongs to a training run; give it as --checkpoint"),
         ("--model A --data MIXED", 4, "right name), not a file of torch.save"),
         ("--checkpoint RUN --data nowhere.jsonl", 3, "nowhere.jsonl"),
         ("--checkpoint RUN --data A --split val", 2, "is raw text; leave --split out"),

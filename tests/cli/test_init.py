@@ -355,7 +355,7 @@ def test_a_prepared_folder_has_sizes_and_a_tokenizer(
     held_out = json.loads(Path("few/manifest.json").read_text())["splits"]["val"]["tokens"]
     assert 0 < held_out < 257
     for more, reason in (
-        (["text.jsonl"], "--data_path tokens: is what `minimind prepare` wrote"),
+        (["text.jsonl"], "--data_path tokens: was written by `minimind prepare`"),
         (["--text_field", "body"], "--text_field body: has no effect on tokens"),
     ):
         assert main([*init, *more, "--force"]) == 2

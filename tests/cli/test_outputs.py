@@ -292,7 +292,7 @@ def test_a_run_replaces_nothing_of_a_project_with_names_of_a_runs_files(
 def test_a_run_does_not_continue_metrics_of_others(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 3}\n')
     with pytest.raises(
-        UsageError, match=r"holds 'metrics\.jsonl', to which a run would append, and"
+        UsageError, match=r"holds 'metrics\.jsonl', which a run would append to, and"
     ):
         require_writable(tmp_path)
 
@@ -357,7 +357,7 @@ def test_a_link_to_a_tokenizer_is_not_written_through(place: Path, tmp_path: Pat
         if of_a_run:
             shutil.copy(place / "things" / "run" / "metrics.jsonl", out)
         for tokenizer in (None, str(tmp_path / "shared"), str(out / "tokenizer")):
-            with pytest.raises(UsageError, match="holds 'tokenizer', a link, through which a run"):
+            with pytest.raises(UsageError, match="holds 'tokenizer', which is a link, and a run"):
                 require_writable(out, tokenizer)
 
 
@@ -425,7 +425,9 @@ def test_a_run_does_not_begin_in_a_mirror(is_dry: bool, place: Path, tmp_path: P
     out = lay(tmp_path / "mirror", {"mirror.json": '{"run": "0123", "identity": {}}'})
     before = content(out)
     flags = {**FLAGS, "data_path": [str(place / "text.jsonl")], "dry_run": is_dry}
-    with pytest.raises(LockedError, match=f"^--out_dir {out} is the --mirror of a run; go on with"):
+    with pytest.raises(
+        LockedError, match=f"^--out_dir {out} is the --mirror of a run; to continue"
+    ):
         train(flags, out_dir=str(out))
     assert content(out) == before
 
@@ -519,13 +521,13 @@ def test_a_url_in_place_of_a_path_is_refused(
     given = words(place, command.replace("URL", url), tmp_path)
     if command.startswith("train"):
         flag = given[-2].removeprefix("--")
-        with pytest.raises(UsageError, match=rf"^{flag} = .* \(--{flag}\) is a URL, and a path of"):
+        with pytest.raises(UsageError, match=rf"^{flag} = .* \(--{flag}\) is a URL, but only a"):
             parse_flags(given[1:])
     else:
         assert main(given) == 2
         error = capsys.readouterr().err
         assert f"{url.partition('?')[0]}" in error
-        assert "is a URL, and a path of this host is needed; give one" in error
+        assert "is a URL, but only a local path works here; give one" in error
         assert "secret" not in error
     assert not any(tmp_path.iterdir())
 

@@ -111,8 +111,8 @@ def test_every_exit_status_is_reported_with_its_name(page: str, heading: str):
 
 
 BITS, BAND = (
-    r"val (\d\.\d{3}) bits per byte: below the trigram",
-    r"tiny-strong, (\d\.\d{3} to \d\.\d{3})",
+    r"validation (\d\.\d{3}) bits per byte, better than the trigram",
+    r"tiny-strong \((\d\.\d{3} to \d\.\d{3})",
 )
 
 

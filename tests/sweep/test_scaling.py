@@ -100,7 +100,7 @@ def test_runs_that_cannot_be_used_are_named_with_the_reason(grid, tmp_path, caps
         "z-infinite": "its last validation has no finite loss",
         "z-nameless": "has no config.yaml",
         "z-continued": "begins with trained weights (--init_from)",
-        "z-experts": "is a mixture of experts, and the law is of dense models",
+        "z-experts": "is a mixture of experts, and the law is for dense models",
     }
 
 
