@@ -119,7 +119,7 @@ def test_fields_that_change_no_answer(server: InProcess):
     ("body", "words"),
     [
         (b"", "is not JSON"),
-        (b"[]", "no JSON object"),
+        (b"[]", "not a JSON object"),
         (b"\xff", "is not JSON"),
         (b'{"prompt": NaN}', "NaN is not JSON"),
         (b'{"prompt": "a", "temperature": 1e999}', "has temperature = inf"),

@@ -325,7 +325,7 @@ def test_a_name_that_the_template_leaves_out_is_refused(tokenizer):
         DocumentError, match='turn 1: has "name", which the chat template'
     ) as caught:
         ChatTemplate(DEFAULT_TEMPLATE, tokenizer).encode(named)
-    assert str(caught.value.remedy).endswith("that writes it (--chat_template FILE)")
+    assert str(caught.value.remedy).endswith("that includes it (--chat_template FILE)")
     written = SIMPLE.replace(
         "message['content'] + '<|end|>' }}{% else",
         "(message.name or '') + message['content'] + '<|end|>' }}{% else",
