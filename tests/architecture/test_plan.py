@@ -110,7 +110,9 @@ def test_a_batch_that_is_auto_is_that_of_the_start_and_in_no_command(
 ):
     given = f"{SMALL} {length.format(prepared)}"
     out = plan_output(capsys, f"{given} --gpus {processes}")
-    (sentence,) = re.findall(r"^auto: --batch_size (\d+) --accumulation_steps (\d+), chosen", out, re.M)
+    (sentence,) = re.findall(
+        r"^auto: --batch_size (\d+) --accumulation_steps (\d+), chosen", out, re.M
+    )
     command = command_of(out)
     assert "--batch_size" not in command
     assert ("--accumulation_steps" in command) == ("--accumulation_steps" in given)

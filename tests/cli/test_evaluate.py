@@ -197,8 +197,8 @@ def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ("--data MIXED", 2, "neither was given; give one"),
-        ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given; give one"),
+        ("--data MIXED", 2, "neither was given of --checkpoint"),
+        ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given of --checkpoint"),
         ("--model RUN --data MIXED", 2, "belongs to a training run; give it as --checkpoint"),
         ("--model A --data MIXED", 4, "right name), not a file of torch.save"),
         ("--checkpoint RUN --data nowhere.jsonl", 3, "nowhere.jsonl"),
