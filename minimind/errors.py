@@ -176,10 +176,13 @@ def known_error(error: BaseException) -> RunError | None:
     if isinstance(error, RuntimeError) and str(error) == NO_HOME:
         if os.path.expanduser("~") == "~":
             return UsageError(
-                "HOME is not set, and this user has no home folder, where ~ begins a path; set"
-                " HOME, or give --cache_dir (default: ~/.cache/minimind) and any other path in full"
+                "a path begins with ~, but HOME is not set and this user has no home folder; set"
+                " HOME, or give --cache_dir (default: ~/.cache/minimind) and any other path in"
+                " full"
             )
-        return UsageError("a path begins with ~ and a name that is no user here; write it in full")
+        return UsageError(
+            "a path begins with ~ and the name of a user who is not known here; write it in full"
+        )
     if isinstance(error, RuntimeError) and NOT_EXPANDABLE in str(error):
         return MemoryFull(
             f"the driver of this GPU refuses expandable segments of memory ({NOT_EXPANDABLE});"

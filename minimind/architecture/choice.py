@@ -104,8 +104,7 @@ class Text:
         if self.bytes < SMALLEST_TEXT:
             raise DataError(
                 f"--data_path: the text has {self.bytes:,.0f} bytes, and the smallest model of"
-                f" `minimind init` needs {SMALLEST_TEXT:,}, of which 1 % validates it;"
-                " add text"
+                f" `minimind init` needs {SMALLEST_TEXT:,} (1 % of it for validation); add text"
             )
 
 
@@ -148,8 +147,9 @@ def choose(
     seconds = (hours * 3600 - start_seconds) * OF_STEPS
     if seconds <= 0:
         raise UsageError(
-            f"--hours {hours:g} ends before the first step, about {start_seconds:.0f} seconds after"
-            f" the command; give --hours {_rounded_up(start_seconds / 1800)} or more"
+            f"--hours {hours:g} is over before the first step, which starts after about"
+            f" {start_seconds:.0f} seconds; give --hours {_rounded_up(start_seconds / 1800)} or"
+            " more"
         )
     sizes = ladder(text.vocab_size)
     chosen, limit = sizes[0], "the ladder"
@@ -178,9 +178,9 @@ def choose(
     if speed * seconds < FEWEST_STEPS * step:
         least = (start_seconds + FEWEST_STEPS * step / speed / OF_STEPS) / 3600
         raise UsageError(
-            f"--hours {hours:g} ends before {FEWEST_STEPS} steps of the smallest model here (about"
-            f" {start_seconds:.0f} seconds until the first step); give --hours {_rounded_up(least)}"
-            " or more"
+            f"--hours {hours:g} is too short for {FEWEST_STEPS} steps of the smallest model on this"
+            f" machine (the first starts after about {start_seconds:.0f} seconds); give --hours"
+            f" {_rounded_up(least)} or more"
         )
     tokens = int(min(speed * seconds, MOST_EPOCHS * text_tokens))
     return Choice(chosen, vocab_size, shape, tokens, text_tokens, speed, limit, start_seconds)

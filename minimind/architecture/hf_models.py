@@ -188,7 +188,7 @@ def foreign_config(values: Mapping[str, Any]) -> PretrainedConfig:
     if kind in FETCHING:
         raise CheckpointError(f"has model_type = {kind}, whose code comes from a hub")
     if CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"has model_type = {kind}, which is no causal language model")
+        raise CheckpointError(f"has model_type = {kind}, which is not a causal language model")
     try:
         config = _read(values)
     except Exception as error:  # each check of transformers raises its own type
@@ -202,7 +202,7 @@ def foreign_config(values: Mapping[str, Any]) -> PretrainedConfig:
     experts = {n: v for n, v in config.to_dict().items() if "expert" in n and type(v) is int}
     if name := next((name for name, count in experts.items() if count > 1), ""):
         raise CheckpointError(
-            f"has {name} = {experts[name]}, and experts are trained in our own decoder alone"
+            f"has {name} = {experts[name]}, and experts can only be trained in the built-in decoder"
         )
     return config
 

@@ -68,8 +68,8 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     run = parse_flags(argv)
     if run.hugging_face is not None:
         raise UsageError(
-            f"plan counts our own decoder, and --model {run.model} is from transformers; give the"
-            " flags of a decoder of its shape"
+            f"plan only estimates the built-in decoder, and --model {run.model} is from"
+            " transformers; give the flags of a decoder of its shape"
         )
     if run.init_from is not None:
         raise UsageError(
@@ -139,9 +139,9 @@ def _with_rules(
                 values = largest_micro_batch(run, machine.gpus, device)
             run = run.with_values(OPEN, **values)
             return run, (
-                "\n\nauto: the text decides --batch_size at the start. The numbers are for"
-                f" micro-batches of\n{run.micro_batch_rows(machine.gpus)} rows"
-                + (", the largest of its rule." if values else ".")
+                "\n\nauto: --batch_size depends on the text and is chosen when the run starts. The"
+                f" table is for\nmicro-batches of {run.micro_batch_rows(machine.gpus)} rows"
+                + (", the largest that it chooses." if values else ".")
             )
         limited = replace(limited, max_tokens=machine.tokens)
     if text is not None:
@@ -162,8 +162,8 @@ def _with_rules(
     if "batch_size" not in names:
         return run, ""
     return run, (
-        f"\n\nauto: --batch_size {run.batch_size} --accumulation_steps {run.accumulation_steps}, by"
-        f" the rule for {work.tokens:,} tokens"
+        f"\n\nauto: --batch_size {run.batch_size} --accumulation_steps {run.accumulation_steps},"
+        f" chosen for {work.tokens:,} tokens"
     )
 
 
@@ -364,7 +364,9 @@ def _advice(
     is_split = (best.rows, best.accumulation_steps) != (here.rows, here.accumulation_steps)
     notes = ""
     if is_split and not run.is_explicit("batch_size"):
-        notes = f"Micro-batches of {here.rows} rows do not fit: the command sets the batch.\n"
+        notes = (
+            f"Micro-batches of {here.rows} rows do not fit: the command below sets a smaller one.\n"
+        )
     batch = batch_flags(run, best)
     flags = [words for name, words in batch.items() if is_split or run.is_explicit(name)]
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -375,7 +377,7 @@ def _advice(
     if stage != stage_here or (is_split and sets_batch):
         flags.append(f"--deepspeed_config {FILES[stage]}")
         if not is_replaceable:
-            notes += f"The command does not have the other settings of {path}.\n"
+            notes += f"The command below does not use {path}; its other settings are lost.\n"
     elif run.is_explicit("deepspeed_config"):
         flags.append(f"--deepspeed_config {shell_word(str(shipped or run.deepspeed_config))}")
     set_here = (*batch, "deepspeed_config")
@@ -415,6 +417,6 @@ def _no_fit(shape: Shape, here: Layout, memory: int) -> str:
     return (
         f"Nothing fits in {memory / GIB:.2f} GiB with {HEADROOM:.0%} kept free:\n"
         f"{name_of(least)} needs {needed.total / GIB:.2f} GiB with 1 row in a micro-batch.\n"
-        f"The largest part is {largest}, {size / GIB:.2f} GiB, which more GPUs do not share: lower"
+        f"The largest part is {largest}, {size / GIB:.2f} GiB, which more GPUs do not divide: lower"
         f"\n{helps}, or use GPUs with more memory."
     )

@@ -206,7 +206,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def checked_manifest(manifest: dict[str, Any], text: bytes, directory: Path) -> dict[str, Any]:
     """Validate a parsed manifest of a checkpoint, and its hash; raise CheckpointError."""
     if "sha256" not in manifest:
-        raise CheckpointError("is no manifest")
+        raise CheckpointError("is not a manifest")
     require_sum(manifest, text)
     if manifest.get("format") != FORMAT:
         other = shown(manifest.get("format"))

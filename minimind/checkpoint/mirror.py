@@ -383,8 +383,8 @@ def require_no_mirror(out_dir: Path, url: str | None) -> None:
     content = remote.read(OWNER) if remote else None
     if not remote or content is None or _parsed(remote, content)["run"] != claim.get("run"):
         raise LockedError(
-            f"--out_dir {out_dir} is the --mirror of a run; go on with that run by an empty"
-            f" --out_dir and --mirror file://{disk.resolve(out_dir)}, or give another --out_dir"
+            f"--out_dir {out_dir} is the --mirror of a run; to continue that run, give an empty"
+            f" --out_dir and --mirror file://{disk.resolve(out_dir)}, otherwise another --out_dir"
         )
 
 
@@ -398,8 +398,8 @@ def require_mirror(url: str, out_dir: Path, resume: str) -> None:
     probe = draft_of(Path(".probe")).name
     if remote.folder and remote.folder.is_relative_to(disk.resolve(out_dir)):
         raise UsageError(
-            f"--mirror {remote.shown} is in --out_dir {out_dir}, whose loss it is for; give another"
-            " folder"
+            f"--mirror {remote.shown} is inside --out_dir {out_dir}, so both can be lost together;"
+            " give another folder"
         )
     try:
         _claims(remote, out_dir, resume)
@@ -422,7 +422,9 @@ class Owner:
         """Raise LockedError if another start has taken the mirror over, or trains in it."""
         _require_no_out_dir(self._remote)
         if self._remote.read(OWNER) != self._content:
-            raise LockedError(f"{self._remote.shown}: another start writes there now; {REMEDY}")
+            raise LockedError(
+                f"{self._remote.shown}: another start of the run writes there now; {REMEDY}"
+            )
 
 
 def claim(
@@ -438,7 +440,7 @@ def claim(
         changed = differences(there["identity"], identity)
         if refused := [str(change) for change in changed if change.group not in allowed]:
             text = shorten_line("; ".join(refused[:3]))
-            raise LockedError(f"--mirror {url} is that of another run ({text}); {REMEDY}")
+            raise LockedError(f"--mirror {url} belongs to another run ({text}); {REMEDY}")
     run = ours or (there["run"] if there else secrets.token_hex(8))
     with storing(str(out_dir / OWNER), "correct the path of --out_dir"):
         write_whole(out_dir / OWNER, json.dumps({"run": run}).encode())
@@ -469,8 +471,8 @@ def _claims(
     if there["run"] != ours:
         if ours or resume != "auto" or published_checkpoints(out_dir / "checkpoints"):
             raise LockedError(
-                f"--mirror {url} is that of another run than {out_dir}; go on with that one by"
-                " --resume auto and an empty --out_dir, or give another --mirror"
+                f"--mirror {url} belongs to another run than {out_dir}; to continue that run, give"
+                " --resume auto and an empty --out_dir, otherwise another --mirror"
             )
     return ours, there
 
@@ -515,12 +517,12 @@ def _parsed(remote: RemoteRun, content: bytes) -> dict[str, Any]:
         found = parse_object(content)
         validate(Own, found)
         if "identity" not in found:
-            raise LockedError(f"{where} is that of an --out_dir; {REMEDY}")
+            raise LockedError(f"{where} belongs to an --out_dir; {REMEDY}")
         validate(Claim, found)
         canonical_json(found)
     except (CheckpointError, UnicodeEncodeError) as error:
         raise LockedError(
-            f"{where} is not what a run writes ({error}); give an empty place"
+            f"{where} was not written by a run ({error}); give an empty place"
         ) from error
     return found
 
@@ -695,7 +697,7 @@ class Mirror:
             pending = uploads.pending()
             steps = {max(one.step, 0) for one in pending if one.what in ("look", "upload")}
             many = f"{len(steps)} checkpoints" if len(steps) > 1 else "its checkpoint"
-            what = f"the upload of {many}" if steps else "the last changes at --mirror"
+            what = f"the upload of {many}" if steps else "the last changes to --mirror"
             step = max(steps, default=max((one.step for one in pending), default=0))
             self.logger.print(f"step {step}: waiting up to {MIRROR_WAIT_S} s for {what}")
         uploads.look()  # the last value may have been recorded after the last upload

@@ -63,7 +63,9 @@ class Contents:
         if average:
             odd |= (complete | of_muon) - average
         if odd:
-            raise CheckpointError(f"{self.directory}: not every moment of {min(odd)!r} is there")
+            raise CheckpointError(
+                f"{self.directory}: the optimizer state of {min(odd)!r} is incomplete"
+            )
 
     def require_finite(self) -> None:
         """Read all tensors; raise CheckpointError for the first with non-finite values."""

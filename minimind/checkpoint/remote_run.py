@@ -162,7 +162,7 @@ class RemoteRun:
 
         self._try(name, write)
         if self.read(name) != content:
-            raise StorageError(f"{self.shown}/{name}: reads back other than it was written")
+            raise StorageError(f"{self.shown}/{name}: does not read back as it was written")
 
     def remove(self, name: str) -> None:
         """Delete a file; one that is gone is fine."""
@@ -204,7 +204,7 @@ class RemoteRun:
         if info["size"] != size or etag_of(info) != etag:
             # The ETag of an encrypted object, or of another storage, is something else.
             if info["size"] != size or self._sha256(name, size) != own_sha256:
-                raise StorageError(f"{self.shown}/{name}: reads back other than it was written")
+                raise StorageError(f"{self.shown}/{name}: does not read back as it was written")
         return size
 
     def _sha256(self, name: str, size: int) -> str:

@@ -181,7 +181,7 @@ def _require_nothing_lost(root: Path) -> None:
     step = newest_acknowledged(EventLog(root.parent / "metrics.jsonl"))
     if step is not None:
         raise CheckpointError(
-            f"{root} holds no checkpoint, and metrics.jsonl has one at step {step}{remedy}"
+            f"{root} holds no checkpoint, but metrics.jsonl records one at step {step}{remedy}"
         )
 
 
@@ -260,7 +260,7 @@ def _reader(shards: ShardFiles, state: ZeroState) -> Callable[[str, str, int, in
             has, needs = (" and ".join(sorted(kinds)) or "nothing" for kinds in (saved, needed))
             raise CheckpointError(
                 f"{shards.directory}: has {has} of {name}, and the optimizer here needs {needs};"
-                " give the optimizer that saved it, or only its weights (--init_from)"
+                " use the optimizer that saved it, or load only its weights (--init_from)"
             )
         return shards.read(kind, name, start, length)
 
@@ -299,8 +299,8 @@ def resume_order(order: Order, resumed: Resumed) -> Order:
         order.mixture_json(),
     ):
         raise CheckpointError(
-            f"manifest.json: has {before.n_rows:,} rows, and the same text makes {order.n_rows:,};"
-            f" {ELSEWHERE}"
+            f"manifest.json: has {before.n_rows:,} rows, but the same text now makes"
+            f" {order.n_rows:,}; {ELSEWHERE}"
         )
     if is_same_text and not changed & goes_on:
         return before

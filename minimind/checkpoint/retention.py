@@ -161,7 +161,9 @@ def fate(listed: Sequence[Saved], rules: Rules, good: int | None = None) -> dict
     for step, reasons in now.items():
         # The newest will be evaluated before the next save.
         stays = {*then[step]} - ({"unproven"} - {*reasons})
-        found[step] = ", ".join(reasons if stays else [*reasons, "goes with the next save"])
+        found[step] = ", ".join(
+            reasons if stays else [*reasons, "will be deleted at the next save"]
+        )
     return found
 
 
@@ -228,7 +230,7 @@ def saved_with(step: int, text: bytes | None) -> Saved:
     except CheckpointError as error:
         return Saved(step, fault=str(error))
     if found["step"] != step:
-        return Saved(step, fault=f"is that of step {found['step']}")
+        return Saved(step, fault=f"is for step {found['step']}")
     value = found["value"]
     return Saved(step, math.inf if value is None else value, found["by"])
 

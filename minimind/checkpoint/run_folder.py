@@ -101,8 +101,8 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
             require_regular(out_dir / name)
         if disk.is_symlink(out_dir / "tokenizer"):
             raise UsageError(
-                f"--out_dir {out_dir} holds 'tokenizer', a link, through which a run would replace"
-                " the files of another folder; remove it, or give another"
+                f"--out_dir {out_dir} holds 'tokenizer', which is a link, and a run would overwrite"
+                " the files in its target; remove it, or give another"
             )
         names = {p.name for p in disk.entries(out_dir)} if _is_there(out_dir, what) else set()
         at_risk = names & REPLACED
@@ -123,12 +123,12 @@ def require_own(out_dir: Path, tokenizer: str | None = None, config: str | None 
         at_risk.discard("tokenizer")
     for name in sorted(at_risk):
         appends = name in (METRICS, CONSOLE)
-        harm = "to which a run would append" if appends else "which a run would replace"
+        harm = "which a run would append to" if appends else "which a run would replace"
         remedy = "move it away, or give another"
         if is_given and name == "config.yaml":
             remedy = "it is the file of --config: keep it elsewhere, or give another --out_dir"
         raise UsageError(
-            f"--out_dir {out_dir} holds {name!r}, {harm}, and is not that of a run; {remedy}"
+            f"--out_dir {out_dir} is not the folder of a run, and holds {name!r}, {harm}; {remedy}"
         )
 
 
@@ -172,7 +172,7 @@ def require_folder(folder: Path, name: str) -> None:
     while not _is_there(parent, f"{name} {folder}"):
         parent = parent.parent
     if not disk.is_dir(parent):
-        raise StorageError(f"{name} {folder}: {parent} is no folder; give another")
+        raise StorageError(f"{name} {folder}: {parent} is not a folder; give another")
     try:  # permissions alone say nothing of a read-only disk or of /proc
         with TemporaryFile(dir=parent):
             pass

@@ -126,13 +126,13 @@ class Saver:
                     " free some space, or give another --out_dir"
                 )
             fits, kept = free // self.bytes, len(published_checkpoints(self.root))
-            message = f"{mebibytes(self.bytes)} each, {fits:,} more fit"
+            message = f"{mebibytes(self.bytes)} each, and the disk has room for {fits:,} more"
             most = self.rules.most(last_step)
             missing = most - kept - fits
             if missing > 0:  # the new one is written before the oldest is deleted
                 message += (
-                    f"; {self.rules.flags()} needs {mebibytes(missing * self.bytes)} more, for up"
-                    f" to {most:,} checkpoints"
+                    f"; {self.rules.flags()} needs {mebibytes(missing * self.bytes)} more for up to"
+                    f" {most:,} checkpoints"
                 )
             return message
 

@@ -215,7 +215,7 @@ class ShardFiles:
                 if first != position or end > size:
                     raise CheckpointError(
                         f"{self.directory / name}: {kind} of {parameter!r} at {first}..{end} does"
-                        f" not follow on {position} of {size}; {ELSEWHERE}"
+                        f" not continue at {position} of {size}; {ELSEWHERE}"
                     )
                 position = end
             if position != size:
@@ -235,8 +235,8 @@ class ShardFiles:
         updates = state["optimizer_step"]
         if counting and step > state["counters"]["skipped_steps"] and not updates:
             raise CheckpointError(
-                f"{self.directory}/state.json: has optimizer_step = {updates} at step {step},"
-                f" though {min(counting)} is there; {ELSEWHERE}"
+                f"{self.directory}/state.json: has optimizer_step = {updates} at step {step}, but"
+                f" the optimizer state has {min(counting)}; {ELSEWHERE}"
             )
 
     def read(self, kind: str, parameter: str, start: int, length: int) -> Tensor:
@@ -256,7 +256,7 @@ class ShardFiles:
         if position != start + length:
             raise CheckpointError(
                 f"{self.directory}: {kind} of {parameter} has no element {position}; the checkpoint"
-                " is of another model"
+                " belongs to another model"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 
@@ -267,7 +267,7 @@ def _parse_slice(key: str, stored: Any) -> tuple[str, str, int, int]:
     shape, dtype = stored.get_shape(), stored.get_dtype()
     if not match or dtype != "F32" or len(shape) != 1:
         raise CheckpointError(
-            f"holds {key[:80]!r} of {dtype} {shape}, which is no slice of a parameter"
+            f"holds {key[:80]!r} of {dtype} {shape}, which is not a slice of a parameter"
         )
     return match[1], match[2], int(match[3]), shape[0]
 

@@ -118,7 +118,7 @@ def list_checkpoints(
     root = folder_of(place)
     return [
         *_with_fates(root, [*_listed(published_checkpoints(root), "", how)], tell),
-        *_listed(leftovers(root), "set aside, never chosen"),
+        *_listed(leftovers(root), "set aside, never resumed from"),
         *_listed(unfinished(root), "unfinished"),
     ]
 
@@ -133,7 +133,7 @@ def _with_fates(
             return listings
         good = _good_of(root, rules, tell)
     except CheckpointError as error:
-        tell(f"{error}; what the run keeps is unknown")
+        tell(f"{error}; so it is unknown which checkpoints the run keeps")
         return listings
     paths = [Path(entry.path) for entry in listings]
     fates = fate([saved_of(path) for path in paths], rules, good)
@@ -150,7 +150,7 @@ def _listed(paths: Iterable[Path], state: str, how: int = SIZES) -> Iterator[Lis
             continue
         manifest, sizes = found.manifest, found.sizes
         stage, dtype = manifest.get("zero_stage"), manifest.get("dtype")
-        whole = "ok, hashes read" if how else "published, hashes not read"
+        whole = "ok, hashes verified" if how else "complete, hashes not verified"
         yield Listing(
             path=str(path),
             name=path.name,
@@ -221,7 +221,7 @@ def examine(path: Path, how: int) -> Examined | None:
             faults.append(f"DAMAGED: {text}")
     value = saved_of(path) if NAME.fullmatch(path.name) else None
     if value and value.fault and not faults:  # it decides what is deleted
-        faults.append(f"DAMAGED: {VALIDATION} {value.fault}, which no resume reads")
+        faults.append(f"DAMAGED: {VALIDATION} {value.fault} (a resume does not need it)")
     extra = sorted({*sizes} - {MANIFEST, VALIDATION, *names})
     remarks = [f"{name!r} is not in the manifest, and is not read" for name in extra]
     return Examined(manifest, sizes, faults, [] if faults else remarks)
@@ -316,7 +316,7 @@ def _good_of(root: Path, rules: Rules, tell: Callable[[str], None]) -> int | Non
     good, is_certain = good_step(log, newest)
     if not is_certain:
         what = log.warning() or f"{log.path} is cut, missing, or ends before step {newest}"
-        raise CheckpointError(f"{what}: the last check of --verify_interval may be lost with that")
+        raise CheckpointError(f"{what}, so the last check of --verify_interval may be lost")
     if warning := log.warning():
         tell(warning)
     return good

@@ -107,7 +107,7 @@ class Diff(OfPlaces):
         first, second = self.checkpoint
         a, b, lines = _read(first, lambda a: _read(second, lambda b: (a, b, list(compare(a, b)))))
         print(f"{a} -> {b}")
-        for line in lines or ["equal: what the runs are, counters and every tensor"]:
+        for line in lines or ["equal: the identity of the run, the counters and every tensor"]:
             print(f"  {line}")
         return 1 if lines else 0
 
@@ -131,8 +131,8 @@ class Whole(OfWeights, Output):
         def write(paths: Sequence[Path]) -> str:
             if len(repeated := {disk.resolve(path) for path in paths}) < len(paths):
                 raise UsageError(
-                    f"of {len(paths)} checkpoints {len(repeated)} differ; name each once, as a"
-                    " step_ directory where they are of one run"
+                    f"a checkpoint is named twice ({len(paths)} names, {len(repeated)} different);"
+                    " name each once, and those of one run as step_ directories"
                 )
             written = consolidate(
                 paths, self.out, self.dtype, self.max_shard_size, self.force, self.weights

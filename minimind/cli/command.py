@@ -373,7 +373,7 @@ def _amount(text: str, unit: str) -> int:
     base = 1000 if re.fullmatch("[KMGT]B", unit) else 1024
     size = float(number) * base ** "BKMGT".index(unit[0])
     if not 1 <= size < MOST_BYTES or (unit == "B" and not size.is_integer()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount such as 24GiB, 80G or 512MiB")
     return int(size)
 
 
@@ -411,7 +411,7 @@ def iso_date(text: str) -> str:
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!a} is no date such as 2024-07-26") from error
+        raise argparse.ArgumentTypeError(f"{text!a} is not a date such as 2024-07-26") from error
 
 
 def json_variables(text: str) -> dict[str, Any]:

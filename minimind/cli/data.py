@@ -47,7 +47,7 @@ def _share(text: str) -> tuple[int, int]:
     """Parse `I/N` to (i, n), with i from 0; raise ArgumentTypeError otherwise."""
     part, slash, parts = text.partition("/")
     if not (slash and part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no I/N with I from 0 to N - 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
     return int(part), int(parts)
 
 
@@ -177,13 +177,13 @@ def _request(args: Prepare, cache: ObjectCache) -> PrepareRequest:
     if held_out:
         if len(sources) > 1:
             raise UsageError(
-                f"--val_path {args.val_path}: is of no one of {len(sources)} sources; drop it, or"
-                " prepare a single source"
+                f"--val_path {args.val_path}: cannot be shared by {len(sources)} sources; drop it,"
+                " or prepare a single source"
             )
         if args.val_fraction:
             raise UsageError(
-                f"--val_path {args.val_path} is all that is held out, and --val_fraction"
-                f" {args.val_fraction} holds out a part of the text; drop one of them"
+                f"--val_path {args.val_path} and --val_fraction {args.val_fraction} both choose the"
+                " validation text; drop one of them"
             )
         most["val_fraction"] = 0.0
     return PrepareRequest(
@@ -243,7 +243,7 @@ def _print_notices(sources: list[dict[str, Any]]) -> None:
         if len(without) < len(sources):
             print(
                 f"note   no document of {', '.join(without)} is held out, so the validation loss"
-                " says nothing of it; raise --val_fraction, or add documents"
+                " says nothing about it; raise --val_fraction, or add documents"
             )
 
 
@@ -293,8 +293,8 @@ def _inspect(args: Inspect, cache: ObjectCache) -> int:
         )
     if missing:
         raise DataError(
-            f"{masked(args.directory)}: has no {missing[0]}, so it is no prepared data; restore it,"
-            " or prepare the text again"
+            f"{masked(args.directory)}: has no {missing[0]}, so it is not prepared data; restore"
+            " it, or prepare the text again"
         )
     damaged = [] if args.no_verify else list(damage(directory))
     if damaged:
@@ -328,14 +328,14 @@ def _print_inspection(inspection: Inspection) -> None:
 def _steps(text: str) -> range:
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no A:B with 1 <= A <= B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not A:B with 1 <= A <= B")
     return range(int(first), int(last) + 1)
 
 
 def _line(text: str) -> tuple[str, int]:
     file, _, line = text.rpartition(":")
     if not (file and line.isdecimal() and int(line)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no FILE:LINE with lines from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not FILE:LINE with lines from 1")
     return file, int(line)
 
 
@@ -363,7 +363,7 @@ class At(OfText):
     rank: int | None = argument(None, ge=0)
     """only the rows of this process"""
     rows: bool = argument(
-        False, excludes=dict.fromkeys(("text", "json", "top", "rank"), "row numbers stand alone")
+        False, excludes=dict.fromkeys(("text", "json", "top", "rank"), "it prints only row numbers")
     )
     """print the rows of the steps in the form of a --skip_rows file"""
     top: int | None = argument(None, ge=1, needs="steps", unset=10)
@@ -442,8 +442,8 @@ def _print_rows(args: At, steps: range) -> int:
     stretches = [log.at(step) for step in steps]
     if len(kinds := {(one.data["fingerprint"], one.row_tokens) for one in stretches}) > 1:
         raise UsageError(
-            f"--steps {steps.start}:{steps.stop - 1}: the run read other text, or rows of another"
-            " length, in a part of them; give steps of one"
+            f"--steps {steps.start}:{steps.stop - 1}: the text, or the length of its rows, changed"
+            " within these steps; give steps between two changes"
         )
     rows: set[int] = set()
     for step, stretch in zip(steps, stretches, strict=True):
@@ -462,8 +462,8 @@ def _print_suspects(args: At, steps: range, cache: ObjectCache) -> int:
     texts = log.texts(steps)
     if len(texts) > 1:
         raise UsageError(
-            f"--steps {steps.start}:{steps.stop - 1}: the run read other text from step"
-            f" {texts[1][0].steps.start} on; give steps of one text"
+            f"--steps {steps.start}:{steps.stop - 1}: the text changed at step"
+            f" {texts[1][0].steps.start}; give steps before it, or from it on"
         )
     documents = documents_of(texts[0][-1] if texts else log.at(steps.start), args.data_path, cache)
     found, high, logged = suspects(log, documents, steps)

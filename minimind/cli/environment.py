@@ -158,11 +158,11 @@ def _of_the_cpu(facts: HostFacts) -> dict[str, bool]:
     fault, remedy = facts.gpu_fault()
     return _of_ops(facts) | {
         f"refused: training on the GPUs, since {fault}; {remedy}": bool(fault),
-        "slow: every model but --model tiny, for there is no GPU": not (
+        "slow: every model but --model tiny, because there is no GPU": not (
             facts.gpus or facts.accelerator
         ),
-        "slow: --dtype bfloat16, since this CPU has no bf16 instructions; leave it out, and it is"
-        " float32": not facts.has_cpu_bf16,
+        "slow: --dtype bfloat16, since this CPU has no bf16 instructions; leave it out: the"
+        " default here is float32": not facts.has_cpu_bf16,
         "slow: steps, since the kernel gives no huge pages; write madvise to"
         " /sys/kernel/mm/transparent_hugepage/enabled": facts.huge_pages == "never",
         f"refused: --compile on, since {facts.compile_fault}; leave it out": bool(

@@ -268,7 +268,7 @@ def _score_lm_eval(args: Eval, device: str, processes: int) -> None:
         raise UsageError(
             f"--lm_eval runs in one process, and {processes} were started; drop the launcher"
         )
-    way_out = "`lm_eval ls tasks` lists those of lm-eval, and --include_path DIR adds a folder"
+    way_out = "`lm_eval ls tasks` lists the tasks of lm-eval, and --include_path DIR adds a folder"
     manager = manager_of(args.lm_eval, args.include_path, "--lm_eval", way_out)
     model, tokenizer, path = args.load()
     if args.chat:
@@ -425,7 +425,7 @@ def _print_notices(place: str, prepared: Prepared) -> None:
         lines.append(f"{count} are bad and skipped{lost}, the first: {prepared.first_rejected}")
     lines += prepared.remarks
     if ignored := prepared.manifest.get("ignored"):
-        lines.append(f"ignored beside the turns: {', '.join(ignored)}")
+        lines.append(f"ignored keys beside the turns: {', '.join(ignored)}")
     for line in [*lines, *loss_lines(prepared.manifest["sources"])]:
         print(f"{place}: {line}", file=sys.stderr)
 
@@ -482,7 +482,10 @@ def _print_results(
         rows.append([name, *("" if value is None else f"{value:{form}}" for value, form in cells)])
     print(f"{path}\n{aligned(rows, '<>')}")
     if total.get("bytes_of") == "tokens":
-        print("bits/byte: over the bytes of the tokens; those of the text are not known here")
+        print(
+            "bits/byte: counted over the bytes of the tokens, as the bytes of the text are not"
+            " known here"
+        )
     if total.get("cut") or total.get("dropped"):
         print(
             f"longer than a row: {total['cut']:,} conversations are cut after an answer,"

@@ -28,7 +28,7 @@ def _label(text: str) -> tuple[str, float]:
     except ValueError:
         probability = -1.0
     if not label or not 0 <= probability <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no LABEL=P with P from 0 to 1, as hq=0.9")
+        raise argparse.ArgumentTypeError(f"{text!r} is not LABEL=P with P from 0 to 1, as hq=0.9")
     return label.removeprefix("__label__"), probability
 
 

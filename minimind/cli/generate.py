@@ -59,7 +59,7 @@ class Generate(Sampled, OutputFile):
             raise UsageError("--stop '' would end before any text; leave it out")
         if self.out and self.prompts is not None:
             if disk.same_file(self.out, self.prompts):
-                raise UsageError(f"--out {self.out} is where the prompts are; give another file")
+                raise UsageError(f"--out {self.out} is the file of the prompts; give another file")
             self.require_free(self.out, _are_answers)
             self.require_place(self.out)
         # Files are read before gigabytes of weights are.
@@ -171,7 +171,7 @@ def _converse(args: Generate) -> None:
     """Continue prompts from a terminal until Ctrl-D; Ctrl-C stops only the current text."""
     with suppress(ImportError):  # some builds of Python lack it
         import readline  # noqa: F401 (gives input() line editing and a history)
-    print(f"{args.checkpoint or args.model}: Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
+    print(f"{args.checkpoint or args.model}: Ctrl-C stops a text, Ctrl-D quits", file=sys.stderr)
     loading = _Loading(args)
     for number in count(1):
         try:
@@ -228,8 +228,8 @@ def _answer_file(args: Generate, prompts: list[str], generator: _Generator) -> N
 
 
 HELP = (
-    "/reset begins anew, /think hides or shows thoughts, /save FILE writes it all, Ctrl-C stops an"
-    " answer, Ctrl-D ends"
+    "/reset starts a new conversation, /think shows or hides thoughts, /save FILE saves the"
+    " conversation, Ctrl-C stops an answer, Ctrl-D quits"
 )
 
 
@@ -253,7 +253,7 @@ class Chat(OfChat, Sampled):
     def execute(self) -> None:
         """Print the answers; what is not part of them goes to stderr."""
         if self.once is None and (sys.stdin is None or not sys.stdin.isatty()):
-            raise UsageError("standard input is no terminal; give --once")
+            raise UsageError("standard input is not a terminal; give --once")
         chat = _load(self)
         if self.once is not None:
             chat.ask(self.once, show)
@@ -336,6 +336,6 @@ def _ask(chat: Conversation, line: str) -> None:
         return
     show("\n")
     if called := chat.called:
-        print(f"[it calls {', '.join(called)}; type what that answers]", file=sys.stderr)
+        print(f"[it calls {', '.join(called)}; type what the call returns]", file=sys.stderr)
     if chat.forgotten > before:
         print(f"[the first {chat.forgotten} turns no longer fit the model]", file=sys.stderr)

@@ -126,7 +126,7 @@ class Init(OutputFile):
         if choice.tokens < step:
             raise DataError(
                 f"{' '.join(self.data_path)}: gives {choice.tokens:,} tokens of training, fewer"
-                f" than the {step:,} of one step of {machine.processes:,} processes; add text, or"
+                f" than the {step:,} of one step on {machine.processes:,} processes; add text, or"
                 " lower --gpus"
             )
         plan = rehearsed(self.data_path, machine, choice.size, choice.tokens)
@@ -138,11 +138,14 @@ class Init(OutputFile):
             write_whole(prompts, "".join(f"{one}\n" for one in sample.prompts).encode())
         print(f"\n{expectation(choice, sample, machine, self.in_force('hours'), steps, rows)}\n")
         if disk.exists(Path(self.out_dir).expanduser() / "checkpoints"):
-            print(f"note       {self.out_dir} holds a run that other settings do not continue;")
-            print("           for a new one give another --out_dir\n")
+            print(
+                f"note       {self.out_dir} holds a run, which continues only with its own"
+                " settings;"
+            )
+            print("           for a new run give another --out_dir\n")
         is_named = self.gpus is not None or self.gpu_model is not None
         processes = f"NUM_PROCESSES={machine.processes} " if is_named else ""
-        print(f"{self.out} says why each number is as it is. Start:")
+        print(f"{self.out} explains each number. Start:")
         print(f"  {processes}{LAUNCH} --config {shell_word(self.out)}")
 
     def reading(self) -> dict[str, Any]:
@@ -170,7 +173,7 @@ def _ask(args: Init) -> None:
             _require_local(path)
     elif not (is_asked and sys.stdin.isatty()):
         raise UsageError(
-            "no text is given, and minimind init asks for it on a terminal alone; give --data_path"
+            "no text is given, and minimind init only asks for it in a terminal; give --data_path"
             " TEXT... and --hours N"
         )
     if is_asked:
@@ -207,7 +210,8 @@ def _answer(question: str, default: str) -> str:
     except EOFError:
         print()  # the line of the question has not ended
         raise UsageError(
-            "the answers ended; give --data_path TEXT... and --hours N, or answer again"
+            "the input ended before every question was answered; give --data_path TEXT... and"
+            " --hours N, or answer again"
         ) from None
 
 
@@ -215,8 +219,8 @@ def _require_local(path: str) -> None:
     """Raise UsageError for text of another machine, DataError for what is none."""
     if begins_as_url(path) or path.startswith(HUB_PREFIX):
         raise UsageError(
-            f"--data_path {masked(path)}: is not on this machine, where init reads a sample of it;"
-            " fetch it, or give a part of it"
+            f"--data_path {masked(path)}: is not on this machine, and init has to read a sample of"
+            " it; fetch it, or give a local part of it"
         )
     from minimind.data.prepare.prepared import is_prepared
     from minimind.data.text.inputs import find_files
@@ -234,8 +238,8 @@ def prepared_folder(args: Init) -> Path | None:
         return None
     if len(args.data_path) > 1:
         raise UsageError(
-            f"--data_path {found[0]}: is what `minimind prepare` wrote, and goes with no other"
-            " text; give it alone"
+            f"--data_path {found[0]}: was written by `minimind prepare` and cannot be combined with"
+            " other text; give it alone"
         )
     for name, value in args.reading().items():
         raise UsageError(
@@ -464,7 +468,7 @@ def find_machine(args: Init, vocab_size: int | None = None) -> Machine:
     threads = max(1, usable_cores() // processes)
     measured = measured_steps([*measured_runs(vocab_size)], device, processes, threads)
     shown = "CPU processes" if device == "cpu" else device
-    how = "speed measured by a few steps, with what else runs now"
+    how = "speed measured in a few steps, beside whatever else runs now"
 
     def speed(size: Size, seconds: float) -> float:
         return speed_by_steps(size, seconds, processes, next(measured), next(measured))
@@ -548,7 +552,8 @@ def yaml_text(
         "",
         f"max_tokens: {choice.tokens} # {per_parameter:.3g} per parameter, {choice.epochs:.3g}"
         f" epochs (at most {MOST_EPOCHS:g})",
-        f"# batch_size: auto, {rows} rows a step by the tokens of the run: about {steps:,} steps",
+        f"# batch_size: auto, {rows} rows a step, chosen from the tokens of the run: about"
+        f" {steps:,} steps",
         "# warmup_steps and weight_decay: as Muon has them by default",
         f"deepspeed_config: {machine.deepspeed_config} # fits"
         + (" without ZeRO, which takes longer" if machine.deepspeed_config == "none" else ""),
@@ -578,15 +583,15 @@ def expectation(
 
     slowest = choice.hours * SLOWER[machine.kind]
     share, is_validated, too_few = text.held_out, text.held_out > 0, TOO_FEW
-    validated = f"{share:.2g} of the documents, about {share * text.documents:,.0f}"
+    validated = f"{share:.2g} of the documents (about {share * text.documents:,.0f})"
     if text.vocab_size is not None:
         kept = round(share * text.bytes / text.bytes_per_token(choice.vocab_size))
         is_validated = kept > choice.shape.max_seq_len
-        validated = f"{share:.2g} of the tokens, {kept:,}, as it was prepared"
+        validated = f"{share:.2g} of the tokens ({kept:,}), chosen when the text was prepared"
         too_few = "no row, so the run is not validated: prepare it with a larger --val_fraction"
     limit = f"{choice.limit} allows no larger model"
     if choice.epochs > 0.99 * MOST_EPOCHS:
-        limit += f"; {MOST_EPOCHS:g} epochs of the text end before the {hours:g} hours: add text"
+        limit += f"; {MOST_EPOCHS:g} epochs of the text take less than {hours:g} hours: add text"
     table = {
         "model": f"{choice.size.name}, {choice.shape.parameters:,} parameters, vocabulary"
         f" {choice.vocab_size:,}",
@@ -594,8 +599,10 @@ def expectation(
         "epochs": f"{choice.epochs:.3g} of {choice.text_tokens:,} tokens",
         "held out": validated if is_validated else too_few,
         "steps": f"about {steps:,} of {rows} rows of {choice.shape.max_seq_len} tokens",
-        "hours": f"{choice.hours:.2g}, up to {slowest:.2g} ({machine.kind}:"
-        f" {choice.tokens_per_second:,.0f} tokens/s)",
+        "hours": (
+            f"{choice.hours:.2g} to {slowest:.2g} ({machine.kind}: {choice.tokens_per_second:,.0f}"
+            " tokens/s)"
+        ),
         "limit": limit,
     }
     lines = [(name, wrap(value, 80)) for name, value in table.items()]

@@ -106,7 +106,7 @@ def _require_paths(args: argparse.Namespace, argv: Sequence[str]) -> None:
         is_url = begins_as_url(text) and str(Path(text)) in given
         if is_url and not disk.seems_there(text):
             raise UsageError(
-                f"{masked(text)}: is a URL, and a path of this host is needed; give one"
+                f"{masked(text)}: is a URL, but only a local path works here; give one"
             )
 
 

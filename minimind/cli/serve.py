@@ -32,7 +32,9 @@ KEY = "MINIMIND_API_KEY"
 def _origin(text: str) -> str:
     """Return an origin as browsers send it; raise for another text."""
     if text != "*" and not re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", text):
-        raise argparse.ArgumentTypeError(f"{text!a} is no origin such as https://example.org, or *")
+        raise argparse.ArgumentTypeError(
+            f"{text!a} is not an origin such as https://example.org, or *"
+        )
     return text
 
 
@@ -88,7 +90,9 @@ class Serve(OfChat):
                 model, served, readers = load(self)
             is_local = is_loopback(listening.getsockname()[0])
             if not (is_local or key):
-                text = "anybody who reaches this address may ask, as there is no --api_key"
+                text = (
+                    "anyone who can reach this address can use the model, as there is no --api_key"
+                )
                 print(f"--host {self.host}: {text}", file=sys.stderr)
             own = f"[{self.host}]" if ":" in self.host else self.host.lower()
             names = {"localhost", "127.0.0.1", "[::1]", own}

@@ -72,7 +72,7 @@ class Train(OfText, Output):
                 _train(self, cache)
         except KeyboardInterrupt as stop:
             raise Interrupted(
-                f"stopped; {self.out} is as it was before, and the same command starts again"
+                f"stopped; {self.out} is unchanged, and the same command starts again"
             ) from stop
 
 

@@ -154,8 +154,8 @@ def _places(run: RunConfig) -> Iterator[str]:
         if text and begins_as_url(text) and not disk.seems_there(text):
             remedy = ", and the URL as --mirror" if name == "out_dir" else ""
             yield (
-                f"{name} = {masked(text)} ({run.sources[name]}) is a URL, and a path of this host"
-                f" is needed; give one{remedy}"
+                f"{name} = {masked(text)} ({run.sources[name]}) is a URL, but only a local path"
+                f" works here; give one{remedy}"
             )
 
 
@@ -166,7 +166,7 @@ def _trackers(run: RunConfig) -> Iterator[str]:
             yield f"{report_to}: none cannot be combined with other trackers; drop one"
         elif name not in TRACKERS:
             known = ", ".join(TRACKERS)
-            yield f"{report_to}: {name!r} is none of {known}; name some of those, or none"
+            yield f"{report_to}: {name!r} is not one of {known}; name some of those, or none"
 
 
 def _model(run: RunConfig) -> Iterator[str]:
@@ -205,8 +205,8 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
 DECODER_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: run.embedding_init == "bigrams" and run.tie_word_embeddings,
-        "{embedding_init} needs a head of its own, and {tie_word_embeddings} shares it; add"
-        " --no-tie_word_embeddings, or --embedding_init random",
+        "{embedding_init} needs an untied head, and {tie_word_embeddings} ties it to the"
+        " embedding; add --no-tie_word_embeddings, or --embedding_init random",
     ),
     Rule(
         lambda run: run.embedding_init == "bigrams" and not 3 <= run.dim <= run.vocab_size,
@@ -276,7 +276,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: run.guard.get("max_rollbacks") and run.stages,
-        "{spike_guard} goes back and reads other rows, which {stages} does not; give"
+        "{spike_guard} goes back and skips rows, which {stages} does not support; give"
         " --max_rollbacks 0, or drop one of them",
     ),
     # Intervals that rarely meet.
@@ -287,12 +287,11 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: run.val_path and run.val_fraction and run.is_explicit("val_fraction"),
-        "{val_path} is all that is held out, and {val_fraction} holds out a part of the text; drop"
-        " one of them",
+        "{val_path} and {val_fraction} both choose the validation text; drop one of them",
     ),
     Rule(
         lambda run: run.keep_best_by != VAL_LOSS and run.keep_best and run.eval_tasks is None,
-        "{keep_best_by} is a score, and no task is asked; give --eval_tasks",
+        "{keep_best_by} is the score of a task, and no task is evaluated; give --eval_tasks",
     ),
     Rule(
         lambda run: (
@@ -327,7 +326,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: (
             run.mirror is not None and not MIRROR.match(run.mirror) and {"url": masked(run.mirror)}
         ),
-        "mirror = {url} ({mirror.source}) is no URL that can be written to; give one of"
+        "mirror = {url} ({mirror.source}) is not a URL that can be written to; give one of"
         " s3://BUCKET/..., gs://BUCKET/... or file:///FOLDER",
     ),
     Rule(
@@ -336,7 +335,8 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: run.task == "sft" and not run.doc_mask and run.is_explicit("doc_mask"),
-        "{doc_mask} lets conversations of a row see each other, which --task sft does not; drop it",
+        "{doc_mask} lets conversations in a row see each other, which --task sft does not allow;"
+        " drop it",
     ),
     Rule(
         lambda run: (
@@ -344,7 +344,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
             and run.template_date
             and _refusal(date.fromisoformat, run.template_date, error=ValueError)
         ),
-        "{template_date} is no date such as 2024-07-26; correct it",
+        "{template_date} is not a date such as 2024-07-26; correct it",
     ),
     Rule(
         lambda run: (

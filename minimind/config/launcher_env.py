@@ -114,7 +114,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         if environ.get(f"ACCELERATE_USE_{engine}", "").lower() == "true":
             raise UsageError(
                 f"{source}: distributed_type = {engine} is not supported; write DEEPSPEED there,"
-                " with a ZeRO stage for what it does"
+                " with a ZeRO stage that does the same"
             )
     uses_deepspeed = environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") if uses_deepspeed else "none"
@@ -175,7 +175,7 @@ def planned_launch(launch: Launch, environ: Mapping[str, str]) -> Launch:
     if value in ("", None, "auto"):
         return launch
     if not (str(value).isdecimal() and 0 < int(value)):
-        raise UsageError(f"{source}: {value!r} is no number of processes; change it")
+        raise UsageError(f"{source}: {value!r} is not a number of processes; change it")
     return replace(launch, world_size=int(value))
 
 

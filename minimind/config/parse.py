@@ -173,7 +173,7 @@ def _load_config_file(name: Any) -> dict[str, Any]:
     """Load the recipe `name`, else the file."""
     recipes = files_by_name(RECIPES)
     if not isinstance(name, str | Path):
-        raise UsageError(f"config = {name!r} is no path; give a recipe or a file")
+        raise UsageError(f"config = {name!r} is not a path; give a recipe or a file")
     if str(name) not in recipes and disk.is_absent(name):
         raise UsageError(f"--config {no_such_name(str(name), [*recipes], 'recipe')}")
     return load_yaml_texts(recipes.get(str(name), str(name)), "--config")

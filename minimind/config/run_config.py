@@ -264,8 +264,8 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
         for name in names:
             if name not in CHANGEABLE:
                 raise UsageError(
-                    f"allow_change = {self.allow_change} ({self.sources['allow_change']}):"
-                    f" {name!r} is none of {', '.join(CHANGEABLE)}; name one of those"
+                    f"allow_change = {self.allow_change} ({self.sources['allow_change']}): {name!r}"
+                    f" is not one of {', '.join(CHANGEABLE)}; name one of those"
                 )
         return frozenset(names)
 

@@ -64,7 +64,8 @@ def require_rules(run: RunConfig) -> None:
     if missing:
         raise UsageError(
             f"--config {run.config} {fault}; it has no {missing[0]}, which every run writes:"
-            f" restore it, give --{missing[0]}, or delete its first and last line if it is yours"
+            f" restore it, give --{missing[0]}, or, if you wrote it yourself, delete its first and"
+            " last line"
         )
 
 

@@ -58,7 +58,9 @@ class StagesFile:
         for name in [*weighted, *self.max_epochs]:
             if name not in names:
                 hint = suggest(name, names, f"the sources are {', '.join(names)}")
-                raise UsageError(f"--stages {self.path}: {name} is no source of the text; {hint}")
+                raise UsageError(
+                    f"--stages {self.path}: {name} is not a source of the text; {hint}"
+                )
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def read_stages(path: str) -> StagesFile:
     decay_from = content.get("decay_from")
     if decay_from is not None and decay_from not in names:
         hint = suggest(str(decay_from), names, f"give one of {', '.join(names)}")
-        raise UsageError(f"{where}: decay_from = {decay_from} is no stage; {hint}")
+        raise UsageError(f"{where}: decay_from = {decay_from} is not a stage; {hint}")
     sources = _mapping(content, "sources", where, str, "a folder of `minimind prepare`")
     max_epochs = _mapping(content, "max_epochs", where, _above_zero, "a number of epochs above 0")
     return StagesFile(path, tuple(stages), sources, max_epochs, decay_from)
@@ -132,7 +134,7 @@ def read_stages(path: str) -> StagesFile:
 
 def _require_known(given: Any, known: Sequence[str], where: str) -> None:
     if not isinstance(given, dict):
-        raise UsageError(f"{where}: {given!r} is no mapping; write `name: value` lines")
+        raise UsageError(f"{where}: {given!r} is not a mapping; write `name: value` lines")
     for key in given:
         if key not in known:
             hint = suggest(str(key), known, f"the keys are {', '.join(known)}")
@@ -144,7 +146,7 @@ def _stage(given: Any, number: int, where: str) -> StageText:
     _require_known(given, STAGE_KEYS, place)
     name = given.get("name", f"stage-{number}")
     if not isinstance(name, str):
-        raise UsageError(f"{place}: name = {name!r} is no text; write `name: warm`")
+        raise UsageError(f"{place}: name = {name!r} is not a text; write `name: warm`")
     place = f"{where}: stage {name}"
     weights = None
     if "weights" in given:
@@ -156,7 +158,7 @@ def _stage(given: Any, number: int, where: str) -> StageText:
         value = None if key not in given else _value(given[key], _size)
         if value is None and key in given:
             raise UsageError(
-                f"{place}: {key} = {given[key]!r} is no whole number above 0; give one"
+                f"{place}: {key} = {given[key]!r} is not a whole number above 0; give one"
             )
         sizes.append(value)
     until = _until(given["until"], place) if "until" in given else None
@@ -170,7 +172,7 @@ def _mapping(
     given = content.get(key, {})
     if not isinstance(given, dict):
         raise UsageError(
-            f"{where}: {key} = {given!r} is no mapping; write `{key}: {{NAME: VALUE}}`"
+            f"{where}: {key} = {given!r} is not a mapping; write `{key}: {{NAME: VALUE}}`"
         )
     values = {}
     for name, text in given.items():
@@ -211,7 +213,7 @@ def _until(text: Any, place: str) -> Until:
     is_percent = isinstance(text, str) and text.endswith("%")
     value = _value(text[:-1] if is_percent else text, _above_zero)
     if value is None:
-        raise UsageError(f"{place}: until = {text!r} is no place in the run; {EXAMPLE}")
+        raise UsageError(f"{place}: until = {text!r} is not a place in the run; {EXAMPLE}")
     exact = Fraction(repr(value)) / (100 if is_percent else 1)
     if is_percent and exact > 1:
         raise UsageError(f"{place}: until = {text} is after the end of the run; {EXAMPLE}")

@@ -31,12 +31,12 @@ class OwnTask:
 
 
 OWN_TASKS = {
-    "cloze": OwnTask("which of 4 continuations of a held-out text is its own", 0.25),
-    "needle": OwnTask("which of 4 values followed a key, anywhere before", 0.25),
+    "cloze": OwnTask("which of 4 continuations belongs to a held-out text", 0.25),
+    "needle": OwnTask("which of 4 values followed a key earlier in the text", 0.25),
     "arithmetic": OwnTask("which of 4 numbers is the sum of two", 0.25, reads_text=False),
     "bits_per_byte": OwnTask("loss of held-out text, per source", higher_is_better=False),
     "repetition": OwnTask(
-        "share of 4 tokens in a row that a greedy continuation had before", higher_is_better=False
+        "share of 4-token sequences that a greedy continuation repeats", higher_is_better=False
     ),
 }
 
@@ -77,9 +77,8 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
         if not one.is_own and find_spec(LM_EVAL) is None:
             near = suggest(one.name, [*OWN_TASKS], f"those are {', '.join(OWN_TASKS)}")
             raise UsageError(
-                f"{by}: {item} is no task that needs nothing else ({near}), and those of lm-eval"
-                f" need the package {LM_EVAL}, which is not installed;"
-                f" {install_extra('eval')}"
+                f"{by}: {item} is not a built-in task ({near}), and the tasks of lm-eval need the"
+                f" package {LM_EVAL}, which is not installed; {install_extra('eval')}"
             )
         found[one.name] = one
     return [*found.values()]

@@ -22,7 +22,7 @@ def template_variables(text: str | None) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(map(str.isidentifier, found)):
-        raise ValueError('is no JSON object of names such as {"enable_thinking": false}')
+        raise ValueError('is not a JSON object of names such as {"enable_thinking": false}')
     if HIDDEN_VALUE in [*secrets_in(found)]:
         raise ValueError(f"has {HIDDEN_VALUE} for a value that is secret and was not recorded")
     if reserved := FIXED_VARIABLES & found.keys():

@@ -345,7 +345,7 @@ def format_model_fault(section: str, fault: Any) -> str:
     """Format an error of a model of DeepSpeed as `SECTION.KEY is VALUE: reason`."""
     key = ".".join(map(str, (section, *fault["loc"])))
     if fault["type"] == "extra_forbidden":
-        return f"{key} is no key of DeepSpeed's"
+        return f"{key} is not a key of DeepSpeed's"
     shown = masked_values(without_secret(key, fault["input"]))
     value = f" is {shown!r}" if fault["loc"] else ""
     return f"{key}{value}: {fault['msg']}"

@@ -159,7 +159,7 @@ def monitored_builds(builder: Any, path: str) -> Iterator[None]:
         name, cause = next((one for one in failures if one[1] in causes), ("", error))
         if not name or isinstance(cause, RunError):
             raise
-        problem = f"{path}: it takes DeepSpeed's {name}, which cannot be compiled here"
+        problem = f"{path}: it needs DeepSpeed's {name}, which cannot be compiled here"
         remedy = WITHOUT_ADAM if "adam" in name else "install what is missing, or do without it"
         raise UsageError(f"{problem} ({cause_in(str(cause))}); {remedy}") from error
     finally:

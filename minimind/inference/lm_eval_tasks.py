@@ -45,7 +45,7 @@ def manager_of(names: Sequence[str], folder: str | None, by: str, way_out: str) 
     known = {*manager.all_tasks}
     if unknown := [name for name in names if name not in known]:
         near = suggest(unknown[0], [*OWN_TASKS, *sorted(known)], way_out)
-        raise UsageError(f"{by}: {unknown[0]} is no task; {near}")
+        raise UsageError(f"{by}: {unknown[0]} is not a task; {near}")
     return manager
 
 
@@ -145,7 +145,9 @@ class LmEvalTasks:
 
 def require_task(one: AskedTask, by: str) -> Any:
     """lm-eval's index with this task; raise UsageError if there is none."""
-    way_out = f"`lm_eval ls tasks` lists those of lm-eval; {', '.join(OWN_TASKS)} are there, too"
+    way_out = (
+        f"`lm_eval ls tasks` lists the tasks of lm-eval; {', '.join(OWN_TASKS)} are there, too"
+    )
     return manager_of([one.name], one.folder, by, way_out)
 
 

@@ -36,8 +36,8 @@ def load_model(
     if (checkpoint is None) == (model is None):
         count = "neither was" if checkpoint is None else "both were"
         raise UsageError(
-            f"of --checkpoint (a run's) and --model (an exported directory) {count} given;"
-            " give one of them"
+            f"{count} given of --checkpoint (of a run) and --model (an exported directory); give"
+            " one of them"
         )
     if checkpoint is not None and tokenizer is not None:
         raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
@@ -85,7 +85,7 @@ def _check_kind(checkpoint: str | None, model: str | None) -> None:
         raise UsageError(f"{flag} is empty, as of a variable that is not set; name a place")
     path = Path(place).expanduser()
     if checkpoint is None and is_checkpoint(path):
-        raise UsageError(f"--model {place}: is of a training run; give it as --checkpoint")
+        raise UsageError(f"--model {place}: belongs to a training run; give it as --checkpoint")
     if (
         path.suffix == ".gguf"
         if not disk.is_dir(path)
@@ -97,4 +97,6 @@ def _check_kind(checkpoint: str | None, model: str | None) -> None:
             " directory, that it was exported from"
         )
     if checkpoint is not None and is_exported(path):
-        raise UsageError(f"--checkpoint {place}: is no training run's; give it as --model")
+        raise UsageError(
+            f"--checkpoint {place}: does not belong to a training run; give it as --model"
+        )

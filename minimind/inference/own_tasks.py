@@ -114,9 +114,9 @@ class OwnQuestions:
         """Raise UsageError for fewer than `least` texts of `length` tokens."""
         if found < least:
             raise UsageError(
-                f"{self.by}: {name} needs {least} or more pieces of {length} tokens of held-out"
-                f" text, no two alike, with max_seq_len = {self.positions}, and finds {found}; hold"
-                f" out more text, or drop {name}"
+                f"{self.by}: {name} needs at least {least} different pieces of {length} tokens of"
+                f" held-out text (max_seq_len = {self.positions}), but there are {found}; hold out"
+                f" more text, or drop {name}"
             )
 
     def _answers(

@@ -120,6 +120,6 @@ def require_settings(settings: Mapping[str, Any] | None, positions: int, by: str
     if unknown or others.get("num_return_sequences", 1) != 1:  # a question has one answer
         name = unknown[0] if unknown else "num_return_sequences"
         raise UsageError(
-            f"{by} has {name} in the generation_kwargs of its YAML, by which no answer can be"
+            f"{by} has {name} in the generation_kwargs of its YAML, with which no answer can be"
             " generated; drop it"
         )

@@ -135,7 +135,9 @@ def check_flags(path: Path, config: MiniMindConfig, flags: ShapeFlags) -> None:
     for flag, name in FLAG_NAMES.items():
         expected, actual = getattr(flags, flag), getattr(config, name)
         if expected not in (None, actual):
-            raise UsageError(f"--{flag} {expected} is not the {name} = {actual} of {path}; drop it")
+            raise UsageError(
+                f"--{flag} {expected} differs from {name} = {actual} of {path}; drop it"
+            )
 
 
 def count_layers(names: Mapping[str, Any]) -> int:
@@ -167,7 +169,7 @@ def shape_from_tensors(
     if queries % heads or not head_dim or keys % head_dim:
         raise UsageError(
             f"--n_heads {heads} does not fit {path}, whose queries have {queries} channels and"
-            f" whose keys have {keys}; give the number it has"
+            f" whose keys have {keys}; give its number of heads"
         )
     if flags.n_kv_heads is not None and flags.n_kv_heads != keys // head_dim:
         raise UsageError(

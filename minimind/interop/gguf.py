@@ -265,7 +265,7 @@ def _merged_vocabulary(tokenizer: HuggingFaceTokenizer, rows: int) -> dict[str, 
         for at in range(1, len(piece))
         if piece[:at] in pieces and piece[at:] in pieces
     }:
-        reason = "merges pieces in another order than readers of gguf, which know the pieces alone"
+        reason = "merges pieces in another order than readers of gguf, which know only the pieces"
     if reason:
         raise UsageError(f"{tokenizer.path}: {reason}; export --format llama")
     tokens = {i: piece for piece, i in model["vocab"].items()}
@@ -368,7 +368,9 @@ def _byte_level_vocabulary(
     takes_whole = bool(model.get("ignore_merges"))
     reason = ""
     if model["type"] != "BPE":
-        reason = f"is a {model['type']} model, and of a {JSON_NAME} byte pairs alone are written"
+        reason = (
+            f"is a {model['type']} model, and a {JSON_NAME} is only written if it has byte pairs"
+        )
     elif other is not None:
         reason = f"has {other} = {shown(model[other])}, and gguf has no name for it"
     elif name is None:

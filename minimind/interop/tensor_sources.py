@@ -191,8 +191,8 @@ def require_trained(weights: str, place: str) -> None:
     """Raise UsageError for --weights ema of a place that is no checkpoint."""
     if weights != TRAINED:
         raise UsageError(
-            f"--weights {weights}: {place} is no checkpoint, and has one set of weights; leave it"
-            " out"
+            f"--weights {weights}: {place} is not a checkpoint and has only one set of weights;"
+            " leave it out"
         )
 
 
@@ -344,7 +344,9 @@ def _of_pickle(file: Path) -> Iterator[Entry]:
     with readable(file, REPLACE):
         with open(file, "rb") as content:
             if not zipfile.is_zipfile(content):
-                raise CheckpointError("is no zip file, as torch.save has written since torch 1.6")
+                raise CheckpointError(
+                    "is not a zip file, as torch.save has written since torch 1.6"
+                )
         try:
             tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError as error:

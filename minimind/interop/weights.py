@@ -104,7 +104,7 @@ def match(
         elif wanted is None:
             fault = f"has {label}, and {cause} no such tensor"
         elif shape != [*wanted.shape]:
-            fault = f"{label} is of shape {shape}, and {cause} {[*wanted.shape]}"
+            fault = f"{label} has shape {shape}, and {cause} {[*wanted.shape]}"
         elif tensors.dtypes[name].is_floating_point != wanted.is_floating_point():
             fault = f"{label} has dtype {tensors.dtypes[name]}, not {wanted.dtype}"
         else:
@@ -246,7 +246,7 @@ def _load(
         ours = form.to_ours(theirs)
         if ours is None:
             raise CheckpointError(
-                f"{path}: {shown(theirs)} is no tensor of a dense model of the format"
+                f"{path}: {shown(theirs)} is not a tensor of a dense model of the format"
                 f" {form.name}, and no other can be imported; name the file of one"
             )
         if ours:
@@ -329,7 +329,9 @@ def _merged(path: Path, place: str) -> Weights:
                 raise ValueError("its tensors are not those of its configuration")
             merged = adapted.merge_and_unload().state_dict()
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise CheckpointError(f"is no adapter of {base} ({first_lines(error, 1)})") from error
+            raise CheckpointError(
+                f"is not an adapter of {base} ({first_lines(error, 1)})"
+            ) from error
     shapes = {name: list(value.shape) for name, value in merged.items()}
     dtypes = {name: value.dtype for name, value in merged.items()}
     source = TensorSource(path, shapes, dtypes, merged.__getitem__)

@@ -86,7 +86,7 @@ def run_error(reason: str, failure: Any) -> RunError:
     if reason:
         return Stopped(f"stopped on {reason} before the first step, with nothing to save; {AGAIN}")
     if failure is None:
-        return PeerError(f"all workers left before the end, with exit status 0; {AGAIN}")
+        return PeerError(f"all workers exited with status 0 before the end of the run; {AGAIN}")
     rank, first = failure.get_first_failure()
     how, status = describe_end(first.exitcode)
     error_class = Stopped if status == PREEMPTED else PeerError

@@ -57,8 +57,8 @@ PER_HOST = "start the script on each host with its MACHINE_RANK"
 # Fields that name what this script does not do, and what to do instead of writing them.
 UNREAD = {
     "mpirun_config": PER_HOST,
-    "fsdp_config": "write DEEPSPEED, with a ZeRO stage for what it does",
-    "megatron_lm_config": "write DEEPSPEED, with a ZeRO stage for what it does",
+    "fsdp_config": "write DEEPSPEED, with a ZeRO stage that does the same",
+    "megatron_lm_config": "write DEEPSPEED, with a ZeRO stage that does the same",
     "deepspeed_hostfile": PER_HOST,
     "deepspeed_exclusion_filter": "name the GPUs of each host in its CUDA_VISIBLE_DEVICES",
     "deepspeed_inclusion_filter": "name the GPUs of each host in its CUDA_VISIBLE_DEVICES",

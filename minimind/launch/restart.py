@@ -185,8 +185,8 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
         if processes == now:
             return Choice(hosts, hosts[0].processes, None)
         raise PeerError(
-            f"{processes} of {now} processes are left, and no step was begun that tells the rows"
-            f" per step; {AGAIN}"
+            f"{processes} of {now} processes are left, and the rows per step are not known, as no"
+            f" step was begun; {AGAIN}"
         )
     group = layout.group_size
     micro_batches = layout.accumulation_steps * layout.world_size // group
@@ -242,7 +242,7 @@ def variables(launched: Launched, choice: Choice, me: Host) -> dict[str, Any]:
     if me not in choice.hosts:
         raise PeerError(
             f"host {me.rank} is left out of the restart: {len(choice.hosts)} hosts with"
-            f" {choice.each} processes each divide the batch, and more do not; {AGAIN} on them"
+            f" {choice.each} processes each can divide the batch, and more cannot; {AGAIN} on them"
             " once that run has ended"
         )
     variables: dict[str, Any] = {}

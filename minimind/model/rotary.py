@@ -79,12 +79,15 @@ def check_scaling(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> No
     kind, factor = scaling.get("rope_type"), scaling.get("factor")
     length = scaling.get("original_max_position_embeddings")
     if kind not in KINDS:
-        raise ValueError(f"rope_type={kind!r} of rope_scaling is none of {', '.join(KINDS)}.")
+        raise ValueError(f"rope_type={kind!r} of rope_scaling is not one of {', '.join(KINDS)}.")
     if not isinstance(factor, int | float) or not 1 <= factor <= MAX_FACTOR:
-        raise ValueError(f"factor={factor!r} of rope_scaling is no number from 1 to {MAX_FACTOR}.")
+        raise ValueError(
+            f"factor={factor!r} of rope_scaling is not a number from 1 to {MAX_FACTOR}."
+        )
     if not isinstance(length, int) or length < 1:
         raise ValueError(
-            f"original_max_position_embeddings={length!r} of rope_scaling is no number of positions"
+            f"original_max_position_embeddings={length!r} of rope_scaling is not a number of"
+            " positions"
         )
     if kind == "ntk" and head_dim == 2:
         raise ValueError("rope_type='ntk' needs heads of more than one pair of channels.")

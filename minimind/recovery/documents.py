@@ -219,7 +219,7 @@ class Documents:
         close = [now for now in by_now if now.endswith(f"/{file}")]
         if len(close) != 1:
             some = ", ".join(sorted(close or by_now)[:3])
-            problem = "names several files" if close else "is no file of this text"
+            problem = "names several files" if close else "is not a file of this text"
             raise UsageError(f"{masked(file)} {problem}; give the path of one, such as {some}")
         return by_now[close[0]]
 

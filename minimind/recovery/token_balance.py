@@ -92,25 +92,29 @@ def sentence(balance: dict[str, Any]) -> str:
     if "conversations" in balance:
         return _of_conversations(balance)
     text, held_out, trained = (balance[name] for name in ("text", "held_out", "trained"))
-    items = [f"{held_out:,} held out"]
+    held_out_text = f"{held_out:,} held out"
     if stages := balance.get("stages"):
-        items.append(f"{text - held_out:,} to train on; {trained:,} trained on in {len(stages)}")
-        return f"{text:,} of the text = {' + '.join(items)} stages"
+        items = [held_out_text, f"{text - held_out:,} to train on"]
+        return (
+            f"{text:,} in the text: {', '.join(items)}; {trained:,} trained on in {len(stages)}"
+            " stages"
+        )
     sources = balance["sources"]
-    steps = [f"{trained:,} trained on" + " in an epoch" * (not sources)]
+    steps = [f"{trained:,} trained on" + " per epoch" * (not sources)]
     if tail := balance["tail_of_epoch"]:
-        steps.append(f"{tail:,} dropped in its last rows")
+        steps.append(f"{tail:,} dropped after the last whole step")
     read, not_read, epoch = (
         sum(source[name] for source in sources) for name in ("read", "not_read", "epoch")
     )
-    items += [f"{read:,} in an epoch"] if sources else steps
+    first, *rest = [f"{read:,} read per epoch"] if sources else steps
+    items = [first, held_out_text, *rest]
     if not_read:
         items.append(f"{not_read:,} not read in the first epoch")
     if left_out := balance["left_out"]:
         items.append(f"{left_out:,} left out (--skip_rows)")
     if tail := balance["tail_of_source"]:
-        items.append(f"{tail:,} dropped at the end of a source")
-    line = f"{text:,} of the text = {' + '.join(items)}"
+        items.append(f"{tail:,} dropped after the last whole row")
+    line = f"{text:,} in the text: {', '.join(items)}"
     if sources:
         shares = " + ".join(map(_share, sources))
         line += f"; an epoch by weight: {read:,} + {epoch - read:,} repeated = {shares}"
@@ -128,17 +132,17 @@ def _share(source: dict[str, Any]) -> str:
 
 def _of_conversations(balance: dict[str, Any]) -> str:
     in_rows, padding, cut_off = (balance[name] for name in ("in_rows", "padding", "cut_off"))
-    held_out = balance["held_out_conversations"]
-    items = [
-        f"{balance['held_out']:,} of {held_out:,} held out",
-        f"{in_rows:,} of {balance['conversations'] - balance['dropped']:,} in rows",
-    ]
+    number = balance["conversations"] + balance["held_out_conversations"]
+    held_out = [f"{balance['held_out_conversations']:,}"]
     if what := _cut_or_dropped(balance["held_out_cut"], balance["held_out_dropped"]):
-        items[0] += f" (of them {what})"
+        held_out.append(f"of them {what}")
+    items = [
+        f"{in_rows:,} in the rows ({balance['conversations'] - balance['dropped']:,})",
+        f"{balance['held_out']:,} held out ({', '.join(held_out)})",
+    ]
     if cut_off:
-        items.append(f"{cut_off:,} of {_cut_or_dropped(balance['cut'], balance['dropped'])}")
-    number = balance["conversations"] + held_out
-    line = f"{balance['text']:,} of {number:,} conversations = {' + '.join(items)}"
+        items.append(f"{cut_off:,} lost ({_cut_or_dropped(balance['cut'], balance['dropped'])})")
+    line = f"{balance['text']:,} in {number:,} conversations: {', '.join(items)}"
     share = padding / max(1, padding + in_rows)
     return f"{line}; {balance['targets']:,} are targets; {share:.0%} of the rows is padding"
 

@@ -221,7 +221,7 @@ def _diverged(case: Case) -> Iterator[Found]:
     uniform = math.log(max(case.vocabulary, 2))
     if len(lost):
         text = f"the loss is not a number at {len(lost):,} of {case.lines:,} lines, first at step"
-        text += f" {case.step[lost[0]]:,.0f}: nothing is learnt from there"
+        text += f" {case.step[lost[0]]:,.0f}: nothing is learnt from then on"
         yield "diverged", text, advice, CERTAIN
     elif end.get("status") == NumericError.status and case.run.steps_of("step_skipped"):
         text = f"the run stopped at numbers that are not finite ({reason})"
@@ -229,7 +229,7 @@ def _diverged(case: Case) -> Iterator[Found]:
     elif end.get("status") == NumericError.status:
         yield from _spikes(case, reason.split(";")[0])
     elif case.end > 2 * uniform:
-        text = f"the loss is {case.end:,.2f} at the end, and a model that knows nothing has"
+        text = f"the loss ends at {case.end:,.2f}, while a model that has learnt nothing has"
         text += f" {uniform:.2f} (ln {case.vocabulary:,.0f}): it diverged"
         yield "diverged", text, advice, CERTAIN
     elif case.lines >= FEW and not case.stages:
@@ -239,8 +239,8 @@ def _diverged(case: Case) -> Iterator[Found]:
 def _spikes(case: Case, reason: str) -> Iterator[Found]:
     back = sum(kind == "rolled back" for kind, _ in case.outcomes)
     times = formats.count(back, "rollback") if back else "no checkpoint to go back to"
-    text = f"loss or gradient norm stayed far above what they had been, with {times}, and the run"
-    text += f" stopped ({reason}): the numbers are finite, and the updates too large"
+    text = f"loss or gradient norm stayed far above their earlier values, with {times}, until the"
+    text += f" run stopped ({reason}): the numbers are finite, but the updates are too large"
     advice = f"--learning_rate below {case.flag('learning_rate')}"
     clip = case.value("grad_clip")
     advice += ", --grad_clip 1" if not 0 < clip <= 1 else f", --grad_clip below {clip:g}"
@@ -293,9 +293,9 @@ def _weight_decay(case: Case) -> Iterator[Found]:
     if case.bits < case.trigram:  # it learns in spite of it
         return
     text = f"--weight_decay {decay:g} at a rate of {rate:.2g} makes weights forget in {memory:.1f}"
-    text += " steps: they stay near zero, and the model knows frequencies at most"
+    text += " steps: they stay near zero, and the model learns token frequencies at most"
     if math.isfinite(case.bits + case.trigram):
-        text += f" (validation {case.bits:.3f} bits per byte, a trigram {case.trigram:.3f})"
+        text += f" (validation {case.bits:.3f} bits per byte, trigram {case.trigram:.3f})"
     sure = _sure(memory, 20, 8)
     yield "weight_decay", text, "--weight_decay 0.1, or --weight_decay auto", sure
 
@@ -313,8 +313,8 @@ def _long_warmup(case: Case) -> Iterator[Found]:
     if case.total_steps < 20 or not share >= 0.5:
         return
     text = f"the learning rate rises during {formats.percent(min(share, 1.0))} of the"
-    text += f" {case.total_steps:,.0f} steps: most are taken below the rate that suits, and"
-    text += " none or few while it falls, which is when a loss falls most"
+    text += f" {case.total_steps:,.0f} steps: most steps have too low a rate, and few or"
+    text += " none are left for the decay, where a loss falls most"
     advice = f"--warmup_steps {max(1, case.total_steps / 10):.0f}, or --warmup_steps auto"
     yield "long_warmup", text, advice, _sure(share, 0.5, 0.8)
 
@@ -339,11 +339,11 @@ def _high_rate(case: Case) -> Iterator[Found]:
         )
         yield "high_rate", f"{text} than the model can follow", advice, CERTAIN
     elif excess >= 10 and decaying > 0.25 + 4 * case.error(case.width) and steady < 1.5 * decaying:
-        text = f"the loss falls by {steady:.2f} at a high rate, and by {decaying:.2f} as that falls"
-        text += ": most steps only shake the weights"
+        text = f"the loss falls by {steady:.2f} while the rate is high, and by {decaying:.2f} as it"
+        text += " falls: most steps only shake the weights"
         yield "high_rate", text, advice, _sure(excess, 10, 30)
     elif excess >= 10 and case.run.last_step >= 50 and case.bits > case.trigram:
-        text = f"validation ends at {case.bits:.3f} bits per byte, and a trigram reaches"
+        text = f"validation ends at {case.bits:.3f} bits per byte, while a trigram reaches"
         text += f" {case.trigram:.3f}: the model does not settle"
         sure = CERTAIN if case.bits > case.unigram else LIKELY
         yield "high_rate", text, advice, sure
@@ -374,7 +374,7 @@ def _low_rate(case: Case) -> Iterator[Found]:
     text = f"the loss went from {start:.3f} to {case.end:.3f} in {case.run.last_step:,.0f} steps"
     rate = f"--learning_rate {case.flag('learning_rate')}"
     if fall < 4 * case.error(max(3, case.lines // 4)):
-        chance = f", and a model that knows nothing has {uniform:.3f} (ln {case.vocabulary:,.0f})"
+        chance = f" (a model that has learnt nothing has {uniform:.3f}, ln {case.vocabulary:,.0f})"
         text += f"{chance if is_new else ''}: nothing is learnt"
         advice = f"look at the text and at {rate}, --learning_rate auto"
         yield "nothing_learnt", text, advice, CERTAIN if is_new else LIKELY
@@ -419,12 +419,14 @@ def _chance(case: Case) -> Iterator[Found]:
     """Text that nothing can predict."""
     share = case.text["chance"]
     if share >= 0.2:
-        text = f"{formats.percent(share)} of the training text is as if drawn by chance"
-        text += " (hexadecimal or base64 digits, tables of numbers, noise): no model can tell what"
-        text += " comes next in it, and it takes that share of the training"
+        text = f"{formats.percent(share)} of the training text looks random"
+        text += (
+            " (hexadecimal or base64 digits, tables of numbers, noise): no model can predict it,"
+        )
+        text += " and it takes that share of the training"
         if case.bits > min(case.floors.values(), default=math.inf):
             name = min(case.floors, key=lambda one: case.floors[one])
-            text += f"; validation is {case.bits:.3f} bits per byte, and {name} needs"
+            text += f"; validation is {case.bits:.3f} bits per byte, while {name} needs"
             text += f" {case.floors[name]:.3f}"
         yield "chance", text, f"{INSPECT}, and leave such documents out", _sure(share, 0.2, 0.3)
 
@@ -433,13 +435,13 @@ def _chance(case: Case) -> Iterator[Found]:
 def _word_order(case: Case) -> Iterator[Found]:
     bits, pairs = (case.text[name] for name in ("word_order", "word_pairs"))
     if pairs >= 1000 and bits < (0.2 if pairs >= 3000 else 0.1):
-        text = f"a word tells {max(0.0, bits):.2f} bits of the next one, and in any language at"
-        text += " least 0.3: the order of words is lost (or the text is lists), so that there is"
-        text += " nothing but frequencies to learn"
+        text = f"a word tells {max(0.0, bits):.2f} bits about the next one, and at least 0.3 in any"
+        text += " language: the order of words is lost (or the text is lists), so that only the"
+        text += " frequencies of words can be learnt"
         yield (
             "word_order",
             text,
-            f"{INSPECT}, and at what prepared it",
+            f"{INSPECT}, and at how it was prepared",
             _sure(bits, 0.2, 0.1 if pairs >= 3000 else 0.0),
         )
 
@@ -467,10 +469,10 @@ def _other_text(case: Case) -> Iterator[Found]:
             f"a trigram of the training text needs {case.trigram:.2f} bits per byte for the"
             f" held-out text, where a compressor that has read nothing needs {least:.2f}"
         )
-    text = f"{' and '.join(parts)}: the held-out text is of another kind (language, subject, form)"
-    text += " than the training text, so validation does not measure what the model learns"
+    text = f"{' and '.join(parts)}: the held-out text differs in kind (language, subject, form)"
+    text += " from the training text, so validation does not measure what the model learns"
     path = case.flags.get("val_path")
-    advice = f"text like that of --data_path in place of --val_path {path}, or --val_fraction 0.01"
+    advice = f"text like the training text in place of --val_path {path}, or --val_fraction 0.01"
     if not path or path == "None":
         advice = "a larger --val_fraction, so that it has text of every kind"
     sure = CERTAIN if (is_apart and is_unlike) or gap > 3 or case.unigram > 2.5 * own else LIKELY
@@ -484,8 +486,8 @@ def _tokenizer(case: Case) -> Iterator[Found]:
     if math.isnan(size):
         size = last["val_loss"] / max(1e-9, last["val_bpb"] * math.log(2))
     if case.vocabulary >= 1000 and size < 1.4 and not case.is_sft:
-        text = f"a token is {size:.2f} bytes of the text, with a vocabulary of"
-        text += f" {case.vocabulary:,.0f}: the tokenizer is of another language or kind of text,"
+        text = f"a token covers {size:.2f} bytes of the text, with a vocabulary of"
+        text += f" {case.vocabulary:,.0f}: the tokenizer is for another language or kind of text,"
         text += " so that rows hold little text and most of the vocabulary is not used"
         advice = "a tokenizer of this text (without --tokenizer one is trained)"
         yield "tokenizer", text, advice, _sure(size, 1.4, 1.2)
@@ -498,10 +500,10 @@ def _short_rows(case: Case) -> Iterator[Found]:
     if case.stages or case.is_sft or not row <= 32:
         return
     if document >= 8 * row or (math.isnan(document) and row <= 16):
-        text = f"a row is {row:.0f} tokens"
+        text = f"a row has {row:.0f} tokens"
         text += f" and a document {document:,.0f}" if math.isfinite(document) else ""
-        text += f": the model sees {row / 2:.0f} tokens before a token on average, and cannot use"
-        text += " what is further away"
+        text += f": on average the model sees {row / 2:.0f} earlier tokens, and nothing further"
+        text += " back"
         sure = _sure(row, 32, 16) if math.isfinite(document) else LIKELY
         yield "short_rows", text, "--max_seq_len 256 with fewer rows in a step", sure
 
@@ -547,7 +549,7 @@ def _copies(case: Case) -> Iterator[Found]:
         yield "copies", f"{text}: an epoch reads the same text again and again", COPIES, CERTAIN
     if seen > 0.3 and not case.is_of_few:
         text = f"{formats.percent(seen)} of the held-out text occurs word for word in the training"
-        text += " text: validation says little of new text"
+        text += " text: validation says little about new text"
         yield "leak", text, f"{COPIES}, or give --val_path", CERTAIN
 
 
@@ -560,16 +562,16 @@ def _order(case: Case) -> Iterator[Found]:
         jump = _median(after) - _median(before)
         if min(len(before), len(after)) >= 3 and jump > 1.0 + 3 * case.error(3):
             text = f"the loss jumps from {_median(before):.2f} to {_median(after):.2f} at step"
-            text += f" {border:,.0f}, where stage {stage.get('name')} begins: it reads text of"
-            yield "order", f"{text} another kind at once", MIX, LIKELY
+            text += f" {border:,.0f}, where stage {stage.get('name')} begins: its text is of"
+            yield "order", f"{text} another kind", MIX, LIKELY
 
 
 @rule()
 def _experts(case: Case) -> Iterator[Found]:
     least, most = (case.late(f"expert_{which}") for which in ("least", "most"))
     if case.run.last_step >= BALANCED and least < 0.02:
-        text = f"an expert gets {least:.3f} of an even share of the tokens and another {most:.2f}:"
-        text += " its weights are carried and not trained"
+        text = f"one expert gets {least:.3f} times an even share of the tokens, and another"
+        text += f" {most:.2f} times: the weights of the first are hardly trained"
         advice = f"a larger --aux_loss_alpha than {case.flag('aux_loss_alpha')}, or fewer"
         yield "dead_experts", text, f"{advice} --n_routed_experts", CERTAIN
 
@@ -602,13 +604,11 @@ def _above_floors(case: Case) -> Iterator[Found]:
     advice = "more steps, a larger model, or --learning_rate auto"
     text = f"validation is {case.bits:.3f} bits per byte, and"
     if case.run.last_step >= 300 and case.bits > case.unigram:
-        text += f" counting single tokens gives {case.unigram:.3f}: the model knows less than their"
+        text += f" token frequencies alone give {case.unigram:.3f}: the model knows less than these"
         sure = _sure(case.bits / case.unigram, 1.0, 1.1)
         yield "above_unigram", f"{text} frequencies", advice, sure
     elif case.run.last_step >= 300 and case.epochs >= 2 and case.bits > 1.25 * case.trigram:
-        text += (
-            f" a trigram of the training text has {case.trigram:.3f}: the model makes little of its"
-        )
+        text += f" a trigram of the training text has {case.trigram:.3f}: the model hardly uses its"
         yield "above_trigram", f"{text} context", advice, LIKELY
 
 
@@ -633,12 +633,12 @@ def _validation(case: Case) -> Iterator[Found]:
     text, given = f"validation reads {tokens:,.0f} tokens", case.flags.get("eval_rows")
     if given or not rows < case.last["held_out"]:
         text += f": its loss is off by about {noise:.2f} by chance"
-        advice = f"a larger --val_fraction than {case.flag('val_fraction')}, for which a prepared"
-        advice += " folder is prepared anew"
+        advice = f"a larger --val_fraction than {case.flag('val_fraction')} (a prepared folder has"
+        advice += " to be prepared again)"
         advice += f", or more --eval_rows than {given}" if given else ", or more text"
         yield "small_validation", text, advice, CERTAIN
     elif len(case.evals) >= 10:
-        text += f", as many as the {len(case.evals):,} of --eval_rows auto may: their losses are"
+        text += f", as --eval_rows auto keeps {len(case.evals):,} of them short: their losses are"
         text += f" off by about {noise:.2f} by chance"
         advice = f"a larger --eval_interval than {case.flag('eval_interval')}, or --eval_rows"
         yield "small_validation", text, f"{advice} {FIRST_EVAL_ROWS}", POSSIBLE
@@ -651,7 +651,7 @@ def _samples(case: Case) -> Iterator[Found]:
     grams = [[*zip(w, w[1:], w[2:], strict=False)] for w in words]
     shares = [1 - len({*one}) / len(one) for one in grams if len(one) >= 20]
     if shares and min(shares) > 0.6:
-        text = f"of every last sample {formats.percent(min(shares))} or more repeats what it says:"
+        text = f"{formats.percent(min(shares))} or more of every last sample is repetition:"
         yield "repeating_samples", f"{text} the model is caught in a loop", LOOPS, LIKELY
 
 
@@ -666,8 +666,8 @@ def _memory(case: Case) -> Iterator[Found]:
     growth, rises = float(points[-1] - points[0]), np.diff(points)
     if growth > max(32.0, 0.05 * points[0]) and (rises > 0.25 * growth / 9).sum() >= 8:
         slope = growth / max(1.0, float(case.step[-1] - case.step[len(memory) // 4])) * 1000
-        text = f"memory grows by {formats.memory(slope)} in 1,000 steps, evenly, to"
-        text += f" {formats.memory(float(memory[-1]))}: a longer run ends out of memory"
+        text = f"memory grows steadily, by {formats.memory(slope)} in 1,000 steps, to"
+        text += f" {formats.memory(float(memory[-1]))}: a longer run will be out of memory"
         yield "memory", text, KEPT, LIKELY
 
 
@@ -686,7 +686,7 @@ def _waits(case: Case) -> Iterator[Found]:
             share = formats.percent(spent[name] / sum(spent.values()))
             flag = f"--{pause.flag}"
             text = f"{share} of the time went into the pauses of {flag} {case.flag(pause.flag)}:"
-            text += " the run could take a fraction of it"
+            text += " the run could be much shorter"
             yield f"{name}_pauses", text, f"a larger {flag}", CERTAIN
 
 
@@ -701,12 +701,12 @@ def _crashes(case: Case) -> Iterator[Found]:
     elif saved:
         again = f"the same command goes on from step {saved[-1]:,.0f}"
     else:
-        again = "the same command begins anew, as nothing was saved"
+        again = "the same command starts from the beginning, as nothing was saved"
     at = f"at step {max(case.run.last_step, 0):,.0f} of {case.total_steps:,.0f}"
     if bad >= 3:
         lost = sum(start.lost_steps for start in case.run.starts)
-        text = f"{bad} of {len(kinds)} starts ended in an error or without a word"
-        advice = "mend what the first error of the log names"
+        text = f"{bad} of {len(kinds)} starts ended in an error or without a recorded end"
+        advice = "fix what the first error of the log names"
         if lost:
             text += f", and {formats.count(lost, 'step')} had to be computed again"
             advice += f", and save more often (--save_interval below {case.flag('save_interval')})"
@@ -715,9 +715,9 @@ def _crashes(case: Case) -> Iterator[Found]:
         reason = (last.end["reason"] or "no reason is recorded").rstrip(".")
         which = "the run" if len(kinds) == 1 else "the last start"
         text = f"{which} ended {at} with exit status {last.end['status']} ({last.end['code']}):"
-        advice = again if is_whole else f"once that is mended, {again}"
+        advice = again if is_whole else f"once that is fixed, {again}"
         yield "failed", f"{text} {reason}", advice, CERTAIN
     elif kinds[-1] == "silent" and math.isfinite(case.quiet):
         text = f"the last line is {formats.duration(case.quiet)} old, {at}, and no end is recorded:"
-        text += " the run hangs, or was killed, as by a host without memory"
+        text += " the run hangs, or was killed, perhaps for lack of memory"
         yield "silent", text, f"look at the end of its log; {again}", CERTAIN

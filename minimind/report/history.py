@@ -404,7 +404,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
         if not disk.is_file(run.log.path):
             if fault := no_run(run.run_dir):
                 raise UsageError(fault)
-            problem = "holds no metrics.jsonl" if disk.is_dir(run.run_dir) else "is no folder"
+            problem = "holds no metrics.jsonl" if disk.is_dir(run.run_dir) else "is not a folder"
             raise UsageError(f"{run.run_dir}: {problem}; give the --out_dir of a run")
         run.read()
     return runs

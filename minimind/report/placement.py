@@ -42,18 +42,18 @@ def last_bits(run: Run) -> float:
 
 
 def placement(run: Run) -> str:
-    """`val 1.599 bits per byte: below zlib (2.334) and the trigram (1.825)`; empty if unknown."""
+    """`validation 1.599 bits per byte, better than zlib (2.334)`; empty if it is unknown."""
     floors, bits = floors_of(run), last_bits(run)
     if not floors or not math.isfinite(bits):
         return ""
-    sides = {"below": [n for n in floors if bits < floors[n]]}
-    sides["above"] = [name for name in floors if name not in sides["below"]]
+    sides = {"better than": [n for n in floors if bits < floors[n]]}
+    sides["worse than"] = [name for name in floors if name not in sides["better than"]]
     parts = [
         f"{side} {formats.listed([f'{NAMES.get(n, n)} ({floors[n]:.3f})' for n in names])}"
         for side, names in sides.items()
         if names
     ]
-    text = f"val {bits:.3f} bits per byte: {', '.join(parts)}"
+    text = f"validation {bits:.3f} bits per byte, {', '.join(parts)}"
     return "; ".join(filter(None, (text, _among_references(run, floors, bits))))
 
 
@@ -66,7 +66,7 @@ def band(curve: dict[str, Any], tokens: float) -> tuple[float, float]:
 
 
 def _among_references(run: Run, floors: dict[str, float], bits: float) -> str:
-    """`within the band of tiny-strong, 1.587 to 1.619 of 3 seeds`; empty without a reference."""
+    """`within the band of tiny-strong (1.587 to 1.619, 3 seeds)`; empty without a reference."""
     tokens = float(run.tokens_at(np.array([run.events("eval")[-1]["step"]]))[0])
     flags, size = read_configuration(run.run_dir).flags, run.fact("tokens_per_step")
     total = run.figure("total_steps") * run.figure("tokens_per_step")
@@ -83,5 +83,5 @@ def _among_references(run: Run, floors: dict[str, float], bits: float) -> str:
                 low, high = band(curve, tokens)
                 side = "below" if bits < low else "above" if bits > high else "within"
                 seeds = formats.count(len(curve["seeds"]), "seed")
-                return f"{side} the band of {curve['name']}, {low:.3f} to {high:.3f} of {seeds}"
+                return f"{side} the band of {curve['name']} ({low:.3f} to {high:.3f}, {seeds})"
     return ""

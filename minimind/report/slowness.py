@@ -307,12 +307,12 @@ def _communication(times: Times, setting: Setting) -> Iterator[Finding]:
     # Stage 0 sends less, and is refused with float16 and with offloading.
     is_possible = setting.dtype != "float16" and not setting.offloads
     if setting.tensor_parallel > 1:
-        seen = f"communication, with that of tensor_parallel = {setting.tensor_parallel} in both"
-        seen += f" passes, is {share}"
+        seen = "communication, including both passes of tensor_parallel ="
+        seen += f" {setting.tensor_parallel}, is {share}"
         advice = "drop --tensor_parallel if a micro-batch fits without it"
     elif stage >= 2 and micro_batches > 1:
         saved = comm * (1 - 1 / micro_batches)
-        advice = f"stage 1, if it fits, reduces gradients once a step, not {micro_batches} times"
+        advice = f"stage 1, if it fits: it reduces gradients once a step, not {micro_batches} times"
     else:
         advice = "a larger --batch_size" + ", or more --accumulation_steps" * (stage < 2)
         if stage in (1, 2) and micro_batches == 1 and is_possible:

@@ -96,7 +96,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
         kind = kind_of_content(text, JSON_TEXT)
         raise CheckpointError(f"is {kind}, not JSON" if kind else "is not JSON") from error
     if type(parsed) is not dict:
-        raise CheckpointError("is no JSON object")
+        raise CheckpointError("is not a JSON object")
     if is_deeper(parsed, MAX_DEPTH):
         raise CheckpointError(f"is nested deeper than {MAX_DEPTH}")
     return parsed

@@ -186,7 +186,7 @@ def _require_address(environ: Mapping[str, str]) -> None:
             # A pod or a container has a name once it has started.
             may_come = number is not None and NAME.fullmatch(address)
             if not may_come or time.monotonic() >= end:
-                reason = getattr(error, "strerror", None) or "it is no name of a host"
+                reason = getattr(error, "strerror", None) or "it is not a name of a host"
                 raise RendezvousError(
                     f"MASTER_ADDR is {address!r} in the environment, and this host knows no such"
                     f" address ({reason}); correct it"
@@ -268,7 +268,7 @@ def visible_gpu_names(value: str, source: str) -> list[str]:
     if not all(re.fullmatch(r"[0-9]+|(GPU|MIG)-[\w/-]+", name, re.ASCII) for name in names):
         fault = "not numbers or UUIDs of GPUs, separated by commas"
     elif len(kinds) > 1:
-        fault = "of several kinds, of which CUDA reads the first alone"
+        fault = "of several kinds, and CUDA reads only the first"
     elif len({int(name) if name.isdecimal() else name for name in names}) < len(names):
         fault = "in which one GPU is named twice, and CUDA then sees none"
     else:

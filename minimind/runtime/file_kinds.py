@@ -204,7 +204,7 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     (_is_safetensors, Kind(SAFETENSORS, "name it .safetensors")),
     (
         _has(rb"\x80[\x02-\x05][\x95}\](\x8a\x80c]"),
-        Kind("a pickle of Python", "save it as what is read here; pickles may run code"),
+        Kind("a pickle of Python", "save it in a format that is read here; pickles may run code"),
     ),
     (_has(rb"\x0a[\x05-\x7f]\x0a.{1,40}<unk>"), Kind(SENTENCEPIECE, "name it tokenizer.model")),
     (
@@ -252,8 +252,8 @@ STATE = re.compile(
     rf"|[^/]*({'|'.join(map(re.escape, OF_DEEPSPEED))})|(?:common|model_optim_rng)\.pt)$"
 )
 IS_GGUF = (
-    "is GGUF, which is written here and not read; name what it was exported from: a run, or a"
-    " directory of safetensors"
+    "is GGUF, which this program writes but does not read; name what it was exported from: a run,"
+    " or a directory of safetensors"
 )
 BESIDE = "put its config.json and tokenizer there, and name OUT"
 # What is in a folder -> what this is and the way out, where {found} is the first of its files,
@@ -295,7 +295,7 @@ FORMS = (
     (("*.gguf",), f"has {{found}}; it {IS_GGUF}"),
     (
         ("*.onnx", "onnx/*.onnx", "openvino_model.xml", "*.mlpackage", "*.tflite"),
-        "has a model for inference alone ({found}); name the safetensors that it was made from",
+        "has a model for inference only ({found}); name the safetensors that it was made from",
     ),
     (
         ("*.ckpt",),
@@ -327,7 +327,7 @@ def form_of_folder(folder: Path) -> str:
         root = above.parent
         return what.format(found=found, above=quote(str(above)), root=quote(str(root)), tag=tag)
     state = sorted(path.name for path in disk.matching(folder, "*") if STATE.search(path.name))
-    return f"has the state of training alone ({', '.join(state)}); name the model" if state else ""
+    return f"has only the state of training ({', '.join(state)}); name the model" if state else ""
 
 
 def adapter_in(folder: Path) -> str:
@@ -337,9 +337,9 @@ def adapter_in(folder: Path) -> str:
         return ""
     base = _base_name(folder)
     return (
-        f"holds a LoRA adapter alone ({', '.join(names)}); merge it into its base model"
-        f"{'' if base is None else f' {base}'} (merge_and_unload of PEFT), and name the folder that"
-        " this saves"
+        f"holds only a LoRA adapter ({', '.join(names)}); merge it into its base"
+        f" model{'' if base is None else f' {base}'} (merge_and_unload of PEFT), and name the"
+        " folder that this saves"
     )
 
 

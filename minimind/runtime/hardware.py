@@ -180,7 +180,7 @@ def nvcc_fault(torch_cuda: str | None, output: str) -> str:
     if not match:
         return "the CUDA compiler nvcc is not installed"
     if torch_cuda and match[1].partition(".")[0] != torch_cuda.partition(".")[0]:
-        return f"nvcc is of CUDA {match[1]} and torch of CUDA {torch_cuda}"
+        return f"nvcc has CUDA {match[1]} and torch has CUDA {torch_cuda}"
     return ""
 
 

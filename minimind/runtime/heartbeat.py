@@ -183,7 +183,7 @@ def describe_end(status: int | None) -> tuple[str, int]:
     if status is None:
         return "died, perhaps killed for lack of memory", PeerError.status
     if status >= 0:
-        return f"left before the others, with exit status {status}", PeerError.status
+        return f"exited before the others, with status {status}", PeerError.status
     name = signal.Signals(-status).name
     if -status in CAUGHT:  # before it installed its handlers
         return f"was stopped by {stop_reason(-status)} while it started", PREEMPTED

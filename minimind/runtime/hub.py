@@ -142,7 +142,7 @@ def owned_model(name: str, private: bool, is_ours: Callable[[bytes], bool]) -> R
     try:
         validate_repo_id(found.name)
     except errors.HFValidationError as error:
-        raise UsageError(f"--push_to_hub {name}: is no name of a model ({error})") from error
+        raise UsageError(f"--push_to_hub {name}: is not a name of a model ({error})") from error
 
     def look() -> tuple[dict[str, Any], Any, bytes]:
         try:
@@ -159,8 +159,8 @@ def owned_model(name: str, private: bool, is_ours: Callable[[bytes], bool]) -> R
     owner, token = found.name.partition("/")[0], user.get("auth", {}).get("accessToken", {})
     if owner not in (names := [user["name"], *(one["name"] for one in user.get("orgs", ()))]):
         raise UsageError(
-            f"--push_to_hub {name}: the token is of {names[0]}, who is not in {owner}; name one of"
-            f" {', '.join(names)}"
+            f"--push_to_hub {name}: the token belongs to {names[0]}, who is not a member of"
+            f" {owner}; name one of {', '.join(names)}"
         )
     if token.get("role") == "read":
         raise UsageError(
@@ -175,7 +175,7 @@ def owned_model(name: str, private: bool, is_ours: Callable[[bytes], bool]) -> R
     weights = [file for file in files if file.endswith((*WEIGHTS, ".gguf"))]
     if weights and not is_ours(card):
         raise UsageError(
-            f"--push_to_hub {name}: the model there has {weights[0]}, which is of no export; name"
+            f"--push_to_hub {name}: the model there has {weights[0]}, which no export writes; name"
             " a new model"
         )
     return found
@@ -293,7 +293,9 @@ def asking(wanted: Repository, missing: type[RunError], work: Callable[[], T]) -
             elif isinstance(error, errors.HfHubHTTPError) and error.response is not None:
                 reason = _answer_of(error.response, ENDPOINT)
             elif isinstance(error, json.JSONDecodeError):  # a page that stands in for a route
-                reason = f"{_server(ENDPOINT)} answers with what is no JSON; {_elsewhere()}"
+                reason = (
+                    f"{_server(ENDPOINT)} answers with something that is not JSON; {_elsewhere()}"
+                )
             elif isinstance(error, OSError) and error.filename is not None:  # of the cache
                 raise StorageError(f"{error.filename}: {error.strerror}; {ELSEWHERE}") from error
             if reason:
@@ -410,7 +412,7 @@ def _fill(
             print(f"{commit}/{name}: is damaged; fetching it again", file=sys.stderr)
             disk.resolve(folder / name).unlink()
     raise StorageError(
-        f"{commit}/{names[0]}: arrives with another hash, fetched {MOST_DOWNLOADS} times; check the"
+        f"{commit}/{names[0]}: arrives with a wrong hash, fetched {MOST_DOWNLOADS} times; check the"
         " network, or upload it again"
     )
 

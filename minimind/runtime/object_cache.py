@@ -226,7 +226,7 @@ def path_of(url: str, folder: Path, version: str = "") -> Path:
     for name in names:
         if name in ("", ".", "..") or "\0" in name or len(name.encode()) > LONGEST_NAME:
             raise DataError(
-                f"{masked(url)}: has a part ({name[:20]!r}) that is no file name here; rename it"
+                f"{masked(url)}: has a part ({name[:20]!r}) that is not a file name here; rename it"
             )
     return folder.joinpath(*([f"@{version}"] if version else []), scheme, *names)
 

@@ -221,7 +221,9 @@ class Guard:
         origin = headers.get("origin")
         is_own = origin is None or origin.partition("://")[2] == headers.get("host")
         if not (is_own or {"*", origin} & self._origins):
-            reason = "pages of this origin may not ask; start the server with --allow_origin"
+            reason = (
+                "pages of this origin may not use this server; start the server with --allow_origin"
+            )
             raise Refusal(403, reason, "origin_not_allowed")
 
     def _require_key(self, headers: Headers) -> None:

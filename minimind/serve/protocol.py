@@ -186,7 +186,9 @@ class Request(ClosedJson):
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
-            _refuse("max_tokens", "is not max_completion_tokens, its other name; give one of them")
+            _refuse(
+                "max_tokens", "and max_completion_tokens mean the same and differ; give one of them"
+            )
 
 
 class ChatRequest(Request):
@@ -222,7 +224,7 @@ class ChatRequest(Request):
         if self.top_logprobs and not self.logprobs:
             _refuse("top_logprobs", "needs logprobs; set it to true")
         if self.most_new == 0:
-            _refuse("max_tokens", "is 0, and an answer has a token; give 1 or more")
+            _refuse("max_tokens", "is 0, but an answer has at least one token; give 1 or more")
 
 
 class CompletionRequest(Request):
@@ -247,7 +249,7 @@ class CompletionRequest(Request):
         prompts = [given] if isinstance(given, str) or _are_ids(given) else given
         is_valid = isinstance(prompts, list) and prompts
         if not is_valid or not all(isinstance(one, str) or _are_ids(one) for one in prompts):
-            _refuse("prompt", "is no text, list of token ids, or list of these; give one")
+            _refuse("prompt", "is not a text, a list of token ids, or a list of these; give one")
         if len(prompts) * (self.n or 1) > most:
             _refuse("prompt", f"asks for more than {most} texts at once; give fewer")
         return prompts
@@ -275,7 +277,7 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
     try:
         fields = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_no_number)
         if not isinstance(fields, dict):
-            raise Refusal(400, "the body is no JSON object; send one", "invalid_json")
+            raise Refusal(400, "the body is not a JSON object; send one", "invalid_json")
         if is_deeper(fields, MAX_DEPTH):
             raise RecursionError
         for text in texts_in(fields):
@@ -334,10 +336,13 @@ def conversation_of_request(
             reason = f"{where}: {error.reason}; {error.remedy}"
             raise Refusal(400, reason, "invalid_value", where) from None
     if messages[-1].role == ASSISTANT:
-        _refuse("messages", "ends with an answer; end it with what is to be answered")
+        _refuse("messages", "ends with an answer; end it with the message to answer")
     variables = request.chat_template_kwargs or {}
     if wrong := [one for one in variables if one in FIXED_VARIABLES or not one.isidentifier()]:
-        _refuse("chat_template_kwargs", f"has {wrong[0]!a}, which no variable can be; drop it")
+        _refuse(
+            "chat_template_kwargs",
+            f"has {wrong[0]!a}, which is not a valid name of a variable; drop it",
+        )
     if unread := [one for one in variables if not reads(template.source, one)]:
         reason = f"has {unread[0]!a}, which the chat template does not read; drop it"
         _refuse("chat_template_kwargs", reason)

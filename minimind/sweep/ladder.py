@@ -135,8 +135,8 @@ def _faults(spec: Spec, path: str) -> Iterator[str]:
             yield from _flag_faults(size, place, path)
         elif not (size and isinstance(size, str)):
             yield (
-                f"{place} of {path} has {shown(size)}, which is no preset and no flags; give"
-                " a preset such as 26m, or flags such as {dim: 128, n_layers: 4}"
+                f"{place} of {path} has {shown(size)}, which is neither a preset nor flags; give a"
+                " preset such as 26m, or flags such as {dim: 128, n_layers: 4}"
             )
     if not (spec.tokens or spec.tokens_per_param):
         yield f"{path}: has no tokens and no tokens_per_param; add a list of one of them"
@@ -180,7 +180,7 @@ def plan(
     planned = points[:-1] if spec.predict else points
     used = best_of_each_budget(planned, {})  # the law takes the better of equal budgets
     names = {one.name for one in used}
-    reason = "has the parameters and tokens of another run, of which the better one counts"
+    reason = "has the parameters and tokens of another run, and only the better one counts"
     fitted = Points(used, {one.name: reason for one in planned if one.name not in names}, [])
     term_of(fitted, flops, tokens)
     if spec.predict:
@@ -200,8 +200,8 @@ def _require_suited(run: RunConfig, own: Mapping[str, Any]) -> None:
     ):
         if is_other:
             raise UsageError(
-                f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is of our dense"
-                " decoder, trained from its start; remove it"
+                f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is for the"
+                " built-in dense decoder, trained from the start; remove it"
             )
 
 

@@ -369,7 +369,7 @@ def opened(
         foreign = sorted(n for n in names if n != LOCK and not A_DRAFT.fullmatch(n))
         if foreign:
             raise UsageError(
-                f"--out_dir {place} holds {foreign[0]!r} and no {ACCEPTED}: it is no folder of a"
+                f"--out_dir {place} holds {foreign[0]!r} and no {ACCEPTED}: it is not a folder of a"
                 " sweep; give another"
             )
         for run in runs:

@@ -96,7 +96,7 @@ def _run_dirs(places: Iterable[Path]) -> list[Path]:
         if not disk.lexists(folder):
             raise UsageError(no_such_file(folder))
         if not disk.is_dir(folder):
-            raise UsageError(f"{given} is no folder; give out_dirs of runs, or a folder of them")
+            raise UsageError(f"{given} is not a folder; give out_dirs of runs, or a folder of them")
         own = disk.is_file(folder / RECORD)
         inside = (
             [folder] if own else sorted(one.parent for one in disk.matching(folder, f"*/{RECORD}"))
@@ -142,7 +142,7 @@ def _of_finished(run: Run, evaluation: Mapping[str, Any]) -> Point | str:
     flags = {name: convert(name, text, str(path)) for name, text in texts.items() if name in FLAGS}
     config = RunConfig(**flags)
     if config.use_moe:
-        return "is a mixture of experts, and the law is of dense models"
+        return "is a mixture of experts, and the law is for dense models"
     step = number(evaluation["step"])
     tokens = float(run.tokens_at(step))  # pyright: ignore[reportArgumentType] (a number)
     if not tokens > 0:
@@ -207,7 +207,8 @@ def best_of_each_budget(points: Sequence[Point], left_out: dict[str, str]) -> li
         for point in (point for some in settings.values() if some is not best for point in some):
             better = f"{best[0].name}, {best[0].loss:.4f}"
             left_out[point.name] = (
-                f"loss {point.loss:.4f}; of its size and tokens the best is {better}"
+                f"loss {point.loss:.4f}; another run of this size and these tokens is better:"
+                f" {better}"
             )
         kept += best
     return kept
@@ -272,8 +273,8 @@ def answer(points: Points, flops: Sequence[float], tokens: Sequence[float]) -> A
         most = max(repeated, key=lambda one: one.epochs)
         runs = formats.count(len(repeated), "run reads", "runs read")
         notes.append(
-            f"{runs} text more than once, up to {most.epochs:.1f} times ({most.name}); the law"
-            " is of new text"
+            f"{runs} text more than once, up to {most.epochs:.1f} times ({most.name}); the law is"
+            " for new text"
         )
     values: dict[str, Callable[[Law], Any]] = {name: attrgetter(name) for name in CONSTANTS}
     if term == "both":

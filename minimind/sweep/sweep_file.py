@@ -165,7 +165,7 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
             raise UsageError(f"{name} = {dimension} ({where}) has a value twice; remove one")
         return
     if FLAGS[name].type not in NUMERIC:
-        raise UsageError(f"{name} ({where}) is no number; list its values instead of a range")
+        raise UsageError(f"{name} ({where}) is not a number; list its values instead of a range")
     if AUTO in (dimension.low, dimension.high):
         raise UsageError(f"{name} ({where}) has {AUTO} at an end of its range; list its values")
     low, high = (convert(name, text, where) for text in (dimension.low, dimension.high))
@@ -197,7 +197,7 @@ def step_of(name: str, dimension: Range, where: str = "dimensions") -> float:
     if not 0 < step < float("inf"):
         noun = "whole number" if number_type is int else "number"
         raise UsageError(
-            f"{name}.step = {dimension.step} ({where}) is no {noun} above 0; change it"
+            f"{name}.step = {dimension.step} ({where}) is not a {noun} above 0; change it"
         )
     return step
 
@@ -221,7 +221,7 @@ def settings_of(flags: Mapping[str, Any], metric: str, path: str) -> RunConfig:
         value = getattr(run, name)
         if name != "out_dir" and value != FLAGS[name].default:
             raise UsageError(
-                f"{name} = {value} ({run.sources[name]}) is no setting of a trial, which this"
+                f"{name} = {value} ({run.sources[name]}) is not a setting of a trial, which this"
                 " command starts, stops and continues itself; remove it"
             )
     if run.eval_rows == 0 or (run.val_fraction == 0 and run.val_path is None):

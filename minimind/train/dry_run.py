@@ -26,7 +26,9 @@ def dry_run_text(plan: Plan) -> str:
             )
         tables.append("\n".join(lines))
     if urls := [masked(path) for path in plan.text.paths if is_url(path)]:
-        tables.append(f"data: what {' '.join(urls)} holds is looked at by the start")
+        tables.append(
+            f"data: what {' '.join(urls)} holds is read by the run itself, not by this check"
+        )
     tables += [*deepspeed, *filter(None, [_length(plan)])]
     from minimind.architecture.plan import plan_text
 
@@ -36,7 +38,7 @@ def dry_run_text(plan: Plan) -> str:
     notices = [*filter(None, [mup_line(run)]), *dry_run_notices(plan.setup, plan.resolved)]
     if "batch_size" in run.open_flags:
         notices.append(
-            f"auto: the text decides {', '.join(run.open_flags)}; what follows is for"
+            f"auto: {', '.join(run.open_flags)} will be chosen from the text; what follows is for"
             f" --batch_size {run.batch_size}"
         )
     return "\n\n".join([*tables, *notices, costs])

@@ -209,7 +209,7 @@ def fine_tuned(initial: InitialModel, text: Text, saved: Manifests) -> InitialMo
             return replace(initial, run=run.with_values(BY_TASK, tokenizer=str(after.path)))
         raise UsageError(
             f"out_dir {run.out_dir} holds a run whose tokenizer lacks special tokens of the chat"
-            " template, such as one of pretraining; give another --out_dir"
+            " template, such as a pretraining run; give another --out_dir"
         )
     return replace(initial, run=run).with_special_tokens(before, after)
 

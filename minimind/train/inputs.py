@@ -77,7 +77,7 @@ def require_resume_path(run: RunConfig) -> None:
     if fault := not_there(path, "--resume ", "name a step_ directory") or no_run(path, "--resume "):
         raise CheckpointError(fault)
     if not disk.is_dir(path):
-        raise CheckpointError(f"--resume {path}: is no directory; name a step_ directory")
+        raise CheckpointError(f"--resume {path}: is not a directory; name a step_ directory")
     if published_checkpoints(path):
         raise CheckpointError(
             f"--resume {path}: holds step_ directories; name one of them, or {path.parent}"

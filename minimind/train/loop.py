@@ -240,7 +240,8 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
     if seconds := context.engine.compiling.take():
         context.logger.event("compiled", step=state.step, seconds=seconds)
         context.logger.print(
-            f"step {state.step}: {seconds:.1f} s since the last line for compiling"
+            f"step {state.step}: {seconds:.1f} s of the time since the last line went into"
+            " compiling"
         )
 
 
@@ -367,7 +368,9 @@ def log_scores(context: RunContext, scores: Scores, state: TrainState) -> bool:
     with context.logger.pausing("score"):
         found = scores.compute(context.engine)
         if found is None:
-            context.logger.print(f"step {state.step}: a stop is asked for, so there are no scores")
+            context.logger.print(
+                f"step {state.step}: the run is asked to stop, so there are no scores"
+            )
             return False
         context.logger.event("scores", step=state.step, tokens=state.tokens, **found)
         context.logger.print(f"step {state.step}: {scores_line(found)}")

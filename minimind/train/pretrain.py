@@ -316,8 +316,8 @@ def require_length(run: RunConfig, step: int, schedule: Schedule, order: Order) 
         )
     if step > schedule.total_steps:
         raise UsageError(
-            f"the checkpoint is of step {step}, and the run has {schedule.total_steps} steps"
-            f" ({run.sources['max_steps']}); raise --max_steps or --epochs"
+            f"the checkpoint is already at step {step}, and the run has {schedule.total_steps}"
+            f" steps ({run.sources['max_steps']}); raise --max_steps or --epochs"
         )
 
 

@@ -151,7 +151,8 @@ def first_screen(
     tables = settings_tables(resolved) if run.verbose else [changed_settings(resolved)]
     if not run.verbose:
         lines += _labelled(
-            "settings", "other than the defaults; all values: --verbose, or config.yaml in out_dir"
+            "settings",
+            "that differ from the defaults; for all see --verbose, or config.yaml in out_dir",
         )
     lines += tables
     for note in filter(None, (mup_line(run), *notes)):
@@ -319,22 +320,21 @@ def data_notes(context: RunContext) -> list[str]:
     notes = [f"lossy    {line}" for line in loss_lines(prepared.manifest["sources"])]
     if names := context.held_out.unvalidated:
         notes.append(
-            f"warning  no row of {', '.join(names)} is held out: the validation loss is that of the"
-            " other sources"
+            f"warning  no row of {', '.join(names)} is held out: the validation loss covers only"
+            " the other sources"
         )
     is_validated = run.eval_rows != 0 and (run.val_fraction or run.val_path)
     if is_validated and not len(context.held_out.rows):
         documents = sum(source["documents"] for source in prepared.manifest["sources"])
         tokens = sum(part["tokens"] for part in prepared.manifest["splits"].values())
         fraction = held_out_of(documents, tokens, run.max_seq_len + 1)
-        way_out = "give --val_path, or more documents (a .txt file is one)"
+        way_out = "give --val_path, or more documents (a .txt file is one document)"
         if fraction > (run.val_fraction or 0):
             way_out = f"give --val_fraction {fraction:g}, or --val_path"
         if text.folder:
             way_out = "prepare it with a larger --val_fraction, or a --val_path"
         notes.append(
-            f"warning  no row of {documents:,} documents is held out, so the run is not validated;"
-            f" {way_out}"
+            f"warning  no validation: no row of the {documents:,} documents is held out; {way_out}"
         )
     if text.folder is None:
         from minimind.data.text.inputs import left_out_of
@@ -342,7 +342,7 @@ def data_notes(context: RunContext) -> list[str]:
         notes += left_out_of(text.paths, run.val_path)
     notes += (f"warning  {remark}" for remark in prepared.remarks)
     if ignored := prepared.manifest.get("ignored"):
-        notes.append(f"ignored beside the turns: {', '.join(ignored)}")
+        notes.append(f"ignored keys beside the turns: {', '.join(ignored)}")
     return notes
 
 

@@ -72,7 +72,10 @@ def test_too_little_text_or_time():
 
 
 def test_a_time_that_ends_before_the_first_step_is_refused_before_anything_is_measured():
-    with pytest.raises(UsageError, match=r"first step, about 60 seconds .*--hours 0.034 or more"):
+    with pytest.raises(
+        UsageError,
+        match=r"first step, which starts after about 60 seconds; give --hours 0.034 or more",
+    ):
         choose(
             Text(4e6, lambda vocab_size: 3.5), 0.01, 60, lambda size, seconds: pytest.fail("asked")
         )

@@ -376,8 +376,8 @@ def test_a_flag_beside_the_file_is_refused(words, named, tmp_path):
         ({"auto_map": {"AutoModelForCausalLM": "evil.Evil"}}, "auto_map"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"model_type": "nobody"}, "model_type = 'nobody'"),
-        ({"model_type": "vit"}, "vit, which is no causal language model"),
-        ({"model_type": "mixtral"}, "experts are trained in our own decoder alone"),
+        ({"model_type": "vit"}, "vit, which is not a causal language model"),
+        ({"model_type": "mixtral"}, "experts can only be trained in the built-in decoder"),
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"num_attention_heads": 5}, "num"),
         ({"num_hidden_layers": 10**7}, "more than 4096 layers"),
@@ -431,7 +431,7 @@ def test_weights_are_all_there_and_of_the_shape(tmp_path):
     for change, named in (
         ({"wte.weight": None}, "has no .transformer.wte.weight"),
         ({"extra.weight": torch.ones(2)}, "has .extra.weight"),
-        ({"wpe.weight": torch.ones(2, 32)}, "wpe.weight. is of shape"),
+        ({"wpe.weight": torch.ones(2, 32)}, "wpe.weight. has shape"),
         ({"lm_head.weight": torch.ones(VOCABULARY, 32)}, "lm_head.weight. is not .wte.weight"),
     ):
         changed = {name: v for name, v in {**whole, **change}.items() if v is not None}

@@ -110,7 +110,9 @@ def test_a_batch_that_is_auto_is_that_of_the_start_and_in_no_command(
 ):
     given = f"{SMALL} {length.format(prepared)}"
     out = plan_output(capsys, f"{given} --gpus {processes}")
-    (sentence,) = re.findall(r"^auto: --batch_size (\d+) --accumulation_steps (\d+), by", out, re.M)
+    (sentence,) = re.findall(
+        r"^auto: --batch_size (\d+) --accumulation_steps (\d+), chosen", out, re.M
+    )
     command = command_of(out)
     assert "--batch_size" not in command
     assert ("--accumulation_steps" in command) == ("--accumulation_steps" in given)
@@ -136,8 +138,8 @@ def test_the_vocabulary_is_that_of_the_prepared_text(capsys, prepared):
 
 def test_a_batch_that_the_text_decides_is_planned_for_the_largest_micro_batch(capsys):
     out = plan_output(capsys, f"{SMALL} --gpus 2")
-    assert "auto: the text decides --batch_size at the start. The numbers are for" in out
-    assert "\n256 rows, the largest of its rule.\n" in out
+    assert "auto: --batch_size depends on the text and is chosen when the run starts." in out
+    assert "\nmicro-batches of 256 rows, the largest that it chooses.\n" in out
     assert "step        256 rows x 32 tokens x accumulation 1 x 2 processes" in out
     assert "--batch_size" not in command_of(out)
     elsewhere = plan_output(capsys, f"{SMALL} --gpus 2 --source a=/none --source b=s3://b/b")
@@ -150,7 +152,7 @@ def test_a_batch_that_the_text_decides_is_planned_for_the_largest_micro_batch(ca
 
 def test_a_rule_whose_micro_batch_does_not_fit_is_replaced_by_numbers(capsys):
     out = plan_output(capsys, f"{LARGE} --gpus 2 --memory 10GiB")
-    assert "\nMicro-batches of 8 rows do not fit: the command sets the batch.\n" in out
+    assert "\nMicro-batches of 8 rows do not fit: the command below sets a smaller one.\n" in out
     run = parse_flags(command_of(out))
     assert run.batch_size * run.accumulation_steps == 8 > run.batch_size
 
@@ -258,7 +260,7 @@ def test_a_file_stays_if_it_has_the_stage_and_does_not_set_another_batch(capsys,
     shutil.copy(ROOT / "configs/deepspeed/zero3_offload.json", own)
     out = plan_output(capsys, words)
     assert out.endswith(" --deepspeed_config zero0\n")
-    assert f"The command does not have the other settings of {own}.\n" in out
+    assert f"The command below does not use {own}; its other settings are lost.\n" in out
     own.write_text('{"train_micro_batch_size_per_gpu": 64, "zero_optimization": {"stage": 2}}')
     out = plan_output(capsys, f"--model 0.4b --gpus 2 --memory 12GiB --deepspeed_config {own}")
     assert "--batch_size" in out
@@ -273,7 +275,7 @@ def test_a_shipped_file_with_more_than_a_stage_is_kept_where_its_stage_fits(caps
     large = f"{words} --dim 4096 --n_heads 32 --gradient_checkpointing --batch_size 1"
     out = plan_output(capsys, f"{large} --memory 24GiB")
     assert re.search(r" --deepspeed_config zero[23]_offload\n$", out)
-    assert "does not have the other settings of" in out
+    assert "its other settings are lost" in out
 
 
 CARDS = [gpu.name for gpu in GPUS if gpu.memory]

@@ -377,7 +377,7 @@ def test_text_changed_under_a_running_job_ends_it_before_the_next_save(
 
 
 def test_a_run_beyond_its_end_is_reported(run: Path, flags: dict[str, Any]):
-    with pytest.raises(UsageError, match="of step 5, and the run has 3 steps"):
+    with pytest.raises(UsageError, match="at step 5, and the run has 3 steps"):
         train(flags, out_dir=str(run), max_steps=3, allow_change="schedule")
 
 

@@ -75,8 +75,8 @@ def test_list_shows_one_aligned_line_for_each_and_what_lies_beside(run_dir, caps
     ]
     column = lines[0].index("state")
     output = [line[column:] for line in lines[1:]]
-    assert output[:3] == ["published, hashes not read"] * 3
-    assert output[3:] == ["set aside, never chosen"] * 2 + ["unfinished"]
+    assert output[:3] == ["complete, hashes not verified"] * 3
+    assert output[3:] == ["set aside, never resumed from"] * 2 + ["unfinished"]
     for expected in (" 600 ", " 7 ", " 0.2 MiB ", " float32 "):
         assert expected in lines[1]
 
@@ -99,13 +99,13 @@ def test_list_reports_damage_by_size_at_once_and_by_hash_when_requested(run_dir,
     shard.write_bytes(shard.read_bytes()[:-1])
     assert checkpoint("list", "--checkpoint", run_dir) == 0
     quick = capsys.readouterr().out.splitlines()
-    assert "hashes not read" in quick[1]
+    assert "hashes not verified" in quick[1]
     size = shard.stat().st_size
     assert f"DAMAGED: shard-0-of-1.safetensors is {size} of {size + 1} bytes" in quick[2]
     assert checkpoint("list", run_dir, "--verify") == 0
     thorough = capsys.readouterr().out.splitlines()
     assert "DAMAGED: state.json does not match its sha256" in thorough[1]
-    assert "ok, hashes read" in thorough[3]
+    assert "ok, hashes verified" in thorough[3]
 
 
 def test_list_for_programs(run_dir, capsys):
@@ -268,7 +268,10 @@ def test_checkpoints_of_two_models_or_the_same_twice_have_no_average(run_dir, tm
     assert checkpoint("average", run_dir, other, *out) == 4
     assert "has another model or tokenizer than" in capsys.readouterr().err
     assert checkpoint("average", run_dir, step(run_dir, 6), *out) == 2
-    assert "of 2 checkpoints 1 differ; name each once" in capsys.readouterr().err
+    assert (
+        "a checkpoint is named twice (2 names, 1 different); name each once"
+        in capsys.readouterr().err
+    )
     assert checkpoint("average", run_dir, *out) == 2
     assert not (tmp_path / "mean").exists()
 

@@ -219,7 +219,9 @@ def test_a_missing_bucket_is_refused(flags: dict[str, Any], tmp_path: Path, prox
 def test_a_mirror_in_out_dir_is_refused(flags: dict[str, Any], tmp_path: Path, place: str):
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(UsageError, match=r"--mirror file://.* is in --out_dir .*another folder"):
+    with pytest.raises(
+        UsageError, match=r"--mirror file://.* is inside --out_dir .*another folder"
+    ):
         train(flags, out_dir=str(tmp_path / "a"), mirror=f"file://{tmp_path / place}")
     assert not any((tmp_path / "a").iterdir())
 
@@ -292,7 +294,7 @@ def test_of_two_starts_of_a_run_the_later_one_writes(
     assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=2) == 75
     assert train(flags, out_dir=str(tmp_path / "a"), stop_at_step=4) == 75
     (failed,) = events(tmp_path / "a", "mirror_failed")
-    assert "another start writes there now" in failed["reason"]
+    assert "another start of the run writes there now" in failed["reason"]
     assert mirrored(store) == [2]
 
 

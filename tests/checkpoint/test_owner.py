@@ -121,7 +121,7 @@ def test_a_mirror_is_no_out_dir(tmp_path: Path):
             (out_dir / "mirror.json").write_bytes(content)
         require_no_mirror(out_dir, None)
     (out_dir / "mirror.json").write_bytes(WHOLE)
-    way = f"; go on with that run by an empty --out_dir and --mirror file://{out_dir}, or "
+    way = f"; to continue that run, give an empty --out_dir and --mirror file://{out_dir}, "
     other.mkdir()
     (other / "mirror.json").write_bytes(WHOLE.replace(b"0123", b"4567"))
     for url in (None, f"file://{tmp_path}/nothing", f"file://{other}"):
@@ -144,7 +144,7 @@ def test_a_copy_of_a_mirror_is_an_out_dir_with_that_mirror(tmp_path: Path, train
     require_no_mirror(out_dir, f"file://{out_dir}")
     (out_dir / "mirror.json").unlink()  # checkpoints of a run without an id
     with pytest.raises(
-        LockedError, match="; go on with that one by --resume auto and an empty --out_dir"
+        LockedError, match="; to continue that run, give --resume auto and an empty --out_dir"
     ):
         require_mirror(f"file://{folder}", out_dir, "auto")
     require_mirror(f"file://{folder}", tmp_path / "empty", "auto")

@@ -77,10 +77,10 @@ def test_what_the_next_save_takes_is_said_before():
     found = of(10, 20, 30, s10=3.0)
     assert fate(found, Rules(2, keep_best=1, interval=10)) == {
         30: "last",
-        20: "last, goes with the next save",
+        20: "last, will be deleted at the next save",
         10: "best 3",
     }
-    assert fate(of(10, 20, 30), Rules(2, interval=10))[10] == "goes with the next save"
+    assert fate(of(10, 20, 30), Rules(2, interval=10))[10] == "will be deleted at the next save"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -129,7 +129,7 @@ def test_a_validation_goes_with_its_checkpoint(tmp_path):
     assert saved_of(again).fault
     record_validation(saved(tmp_path, 20), 3.0)
     shutil.copy(tmp_path / "step_00000020" / VALIDATION, again)
-    assert saved_of(again) == Saved(10, fault="is that of step 20")
+    assert saved_of(again) == Saved(10, fault="is for step 20")
 
 
 def test_pruning_a_folder_keeps_the_best_and_every_third(tmp_path):
@@ -166,7 +166,7 @@ def test_verify_list_and_prune_name_a_loss_in_doubt(run_dir, capsys):
     path = run_dir / "checkpoints" / "step_00000004" / VALIDATION
     path.write_bytes(path.read_bytes().replace(b"3.25", b"7.25"))
     assert main(["checkpoint", "verify", str(run_dir)]) == 4
-    fault = "DAMAGED: validation.json does not match its own sha256, which no resume reads"
+    fault = "DAMAGED: validation.json does not match its own sha256 (a resume does not need it)"
     assert f"{path.parent}: {fault}" in capsys.readouterr().out
     assert main(["checkpoint", "list", str(run_dir)]) == 0
     (line,) = (one for one in capsys.readouterr().out.splitlines() if "step_00000004" in one)
@@ -221,16 +221,16 @@ def test_list_says_why_each_is_kept(run_dir, capsys):
     lines = capsys.readouterr().out.splitlines()
     column = lines[0].index("kept")
     assert [line[column:] for line in lines[1:]] == [
-        "last, goes with the next save",
-        "goes with the next save",
+        "last, will be deleted at the next save",
+        "will be deleted at the next save",
         "best 3.25",
-        "goes with the next save",
+        "will be deleted at the next save",
     ]
     assert main(["checkpoint", "list", str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(one["val_loss"], one["kept"]) for one in found[2:]] == [
         (3.25, "best 3.25"),
-        (3.5, "goes with the next save"),
+        (3.5, "will be deleted at the next save"),
     ]
 
 

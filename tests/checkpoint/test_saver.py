@@ -448,7 +448,7 @@ def test_the_room_for_a_checkpoint_is_known_before_the_first(tmp_path, monkeypat
     monkeypatch.setattr(saver_module, "free_bytes", lambda path: keeper.bytes)
     assert "--keep_last 2 needs" in keeper.require_capacity(10)
     monkeypatch.setattr(saver_module, "free_bytes", lambda path: 2 * keeper.bytes)
-    assert keeper.require_capacity(10).endswith("2 more fit")
+    assert keeper.require_capacity(10).endswith("the disk has room for 2 more")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

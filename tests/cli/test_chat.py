@@ -185,7 +185,7 @@ def test_calls_are_printed_and_what_is_typed_then_is_the_tool_s_answer(
     call = {"name": "what", "arguments": {"is": "sea"}}
     answers = [f"<tool_call>{json.dumps(call)}</tool_call>", "deep", "<tool_call>{</tool_call>"]
     _, err = typed(["sea?", "the sea", "what?", f"/save {place}"], answers, chat)
-    assert "[it calls what; type what that answers]" in err
+    assert "[it calls what; type what the call returns]" in err
     saved = json.loads(place.read_text())
     assert saved["tools"] == chat.tools
     roles = [turn["role"] for turn in saved["messages"]]
@@ -198,7 +198,7 @@ def test_the_file_of_tools(tmp_path: Path):
     place = tmp_path / "tools.json"
     place.write_text('[{"name": "f"}]')
     assert read_tools(place) == [{"name": "f"}]
-    for content, words in (("{}", "is no list"), ("[", "is cut off"), ("[1]", "is no list")):
+    for content, words in (("{}", "is not a list"), ("[", "is cut off"), ("[1]", "is not a list")):
         place.write_text(content)
         with pytest.raises(UsageError, match=f'--tools {place}: "tools" {words}'):
             read_tools(place)

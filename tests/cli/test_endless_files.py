@@ -88,7 +88,7 @@ def test_without_a_home_the_flag_and_the_variable_are_named(
     (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    told = "error[E_USAGE]: HOME is not set, and this user has no home folder, "
+    told = "error[E_USAGE]: a path begins with ~, but HOME is not set "
     for words in (["prepare", "--source"], ["chat", "--once", "what?", "--model"]):
         place = "~/x" if words[0] == "chat" else str(tmp_path / "t.jsonl")
         out = ["--out", str(tmp_path / "out")] if words[0] == "prepare" else []

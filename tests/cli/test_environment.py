@@ -169,7 +169,7 @@ def test_without_nvcc_torchs_adamw_is_taken(host, capsys):
     assert "nvcc: none" in facts
     assert "fused_adam no, cpu_adam yes" in facts
     tool(host.path, "nvcc", NVCC_12)
-    assert "since nvcc is of CUDA 12.4 and torch of CUDA 13.0;" in host.env(capsys)[1][0]
+    assert "since nvcc has CUDA 12.4 and torch has CUDA 13.0;" in host.env(capsys)[1][0]
 
 
 def test_one_gpu_of_another_kind_holds_the_others_up(host, capsys):
@@ -221,7 +221,7 @@ def test_a_laptop_without_compiler_says_what_is_missing(host, capsys):
     starts = [line.partition(", since")[0] for line in remarks]
     assert starts == [
         "refused: --compile on",
-        "slow: every model but --model tiny, for there is no GPU",
+        "slow: every model but --model tiny, because there is no GPU",
         "slow: --dtype bfloat16",
         "missing: DeepSpeed's fused_adam, cpu_adam, cpu_lion",
     ]

@@ -447,7 +447,7 @@ def test_prompts_of_a_file_are_answered_in_order(
         ("--prompts P --out " + "x" * 300, 5, "cannot be written (File name too long)"),
         ("--prompts P --out nowhere/answers", 5, "there is no folder nowhere; make it"),
         ("--prompts P --out /proc/answers", 5, "--out /proc/answers: cannot be written (its file"),
-        ("--prompts P --out P --force", 2, "is where the prompts are; give another"),
+        ("--prompts P --out P --force", 2, "is the file of the prompts; give another"),
         ("--prompt a --tokenizer P", 2, "--tokenizer is for --model"),
     ],
 )
@@ -534,9 +534,9 @@ def test_each_kind_of_place_requires_its_flag(
     run = shutil.copytree(trained.run, tmp_path / "run")
     shutil.copy(gguf, run)
     for flag, place, status, message in (
-        ("--checkpoint", out, 2, "is no training run's; give it as --model"),
-        ("--model", trained.run, 2, "is of a training run; give it as --checkpoint"),
-        ("--model", run, 2, "is of a training run; give it as --checkpoint"),
+        ("--checkpoint", out, 2, "does not belong to a training run; give it as --model"),
+        ("--model", trained.run, 2, "belongs to a training run; give it as --checkpoint"),
+        ("--model", run, 2, "belongs to a training run; give it as --checkpoint"),
         ("--checkpoint", tmp_path, 2, "is GGUF"),
         ("--checkpoint", tmp_path / "no", 4, "there is no such file or directory"),
         ("--checkpoint", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),

@@ -343,7 +343,7 @@ def test_a_prepared_folder_has_sizes_and_a_tokenizer(
     manifest = json.loads(Path("tokens/manifest.json").read_text())
     train_tokens, val_tokens = (manifest["splits"][name]["tokens"] for name in ("train", "val"))
     assert f"of {train_tokens:,} tokens" in printed
-    assert f"of the tokens, {val_tokens:,}, as it was prepared" in printed
+    assert f"of the tokens ({val_tokens:,}), chosen when the text was prepared" in printed
     run = parse_flags(["--config", "run.yaml", "--dry_run"])
     assert (run.data_path, run.vocab_size) == (("tokens",), parse_flags([]).vocab_size)
     assert len(Path("run.prompts.txt").read_text().splitlines()) == 3
@@ -355,7 +355,7 @@ def test_a_prepared_folder_has_sizes_and_a_tokenizer(
     held_out = json.loads(Path("few/manifest.json").read_text())["splits"]["val"]["tokens"]
     assert 0 < held_out < 257
     for more, reason in (
-        (["text.jsonl"], "--data_path tokens: is what `minimind prepare` wrote"),
+        (["text.jsonl"], "--data_path tokens: was written by `minimind prepare`"),
         (["--text_field", "body"], "--text_field body: has no effect on tokens"),
     ):
         assert main([*init, *more, "--force"]) == 2

@@ -125,7 +125,10 @@ def test_a_model_without_a_template_is_refused(
         (["--lm_eval", "b", "--split", "val"], "--split and --lm_eval exclude one another"),
         (["--lm_eval", "b", "--no-doc_mask"], "--no-doc_mask and --lm_eval exclude one another"),
         pytest.param(
-            *(["--lm_eval", "nothing"], "--lm_eval: nothing is no task; `lm_eval ls tasks` lists"),
+            *(
+                ["--lm_eval", "nothing"],
+                "--lm_eval: nothing is not a task; `lm_eval ls tasks` lists",
+            ),
             marks=pytest.mark.long,  # all tasks of lm-eval are listed
         ),
     ],

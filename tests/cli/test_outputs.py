@@ -247,7 +247,9 @@ def test_a_run_replaces_nothing_in_a_folder_that_is_no_runs(
         out.mkdir()
         (out / thing).write_text("mine")
     before = content(tmp_path)
-    with pytest.raises(UsageError, match=rf"--out_dir {out} holds '{name}', .*which a run would"):
+    with pytest.raises(
+        UsageError, match=rf"--out_dir {out} is not .* holds '{name}', which a run would"
+    ):
         train({**FLAGS, "data_path": [str(place / "text.jsonl")]}, out_dir=str(out))
     assert content(tmp_path) == before
 
@@ -284,7 +286,9 @@ def test_a_run_replaces_nothing_of_a_project_with_names_of_a_runs_files(
     out = lay(tmp_path / "out", {**PROJECTS[project], **mine})
     before = content(out)
     flags = {**FLAGS, "data_path": [str(place / "text.jsonl")], "dry_run": is_dry}
-    with pytest.raises(UsageError, match=rf"--out_dir {out} holds 'config.yaml', which a run wou"):
+    with pytest.raises(
+        UsageError, match=rf"--out_dir {out} is not .* holds 'config.yaml', which a run wou"
+    ):
         train(flags, out_dir=str(out))
     assert content(out) == before
 
@@ -292,7 +296,7 @@ def test_a_run_replaces_nothing_of_a_project_with_names_of_a_runs_files(
 def test_a_run_does_not_continue_metrics_of_others(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 3}\n')
     with pytest.raises(
-        UsageError, match=r"holds 'metrics\.jsonl', to which a run would append, and"
+        UsageError, match=r"and holds 'metrics\.jsonl', which a run would append to;"
     ):
         require_writable(tmp_path)
 
@@ -357,7 +361,7 @@ def test_a_link_to_a_tokenizer_is_not_written_through(place: Path, tmp_path: Pat
         if of_a_run:
             shutil.copy(place / "things" / "run" / "metrics.jsonl", out)
         for tokenizer in (None, str(tmp_path / "shared"), str(out / "tokenizer")):
-            with pytest.raises(UsageError, match="holds 'tokenizer', a link, through which a run"):
+            with pytest.raises(UsageError, match="holds 'tokenizer', which is a link, and a run"):
                 require_writable(out, tokenizer)
 
 
@@ -425,7 +429,9 @@ def test_a_run_does_not_begin_in_a_mirror(is_dry: bool, place: Path, tmp_path: P
     out = lay(tmp_path / "mirror", {"mirror.json": '{"run": "0123", "identity": {}}'})
     before = content(out)
     flags = {**FLAGS, "data_path": [str(place / "text.jsonl")], "dry_run": is_dry}
-    with pytest.raises(LockedError, match=f"^--out_dir {out} is the --mirror of a run; go on with"):
+    with pytest.raises(
+        LockedError, match=f"^--out_dir {out} is the --mirror of a run; to continue"
+    ):
         train(flags, out_dir=str(out))
     assert content(out) == before
 
@@ -438,7 +444,9 @@ def test_a_run_changes_nothing_that_is_there(thing: str, place: Path, tmp_path: 
     flags = {**FLAGS, "max_steps": 1, "data_path": [str(place / "text.jsonl")]}
     flags |= {"cache_dir": str(tmp_path / "cache"), "out_dir": str(out)}
     if (out / "tokenizer").exists():  # which a run would replace
-        with pytest.raises(UsageError, match=f"--out_dir {out} holds 'tokenizer', which a run w"):
+        with pytest.raises(
+            UsageError, match=f"--out_dir {out} is not .* holds 'tokenizer', which a run w"
+        ):
             train(flags)
         assert content(out) == before
     else:
@@ -520,13 +528,13 @@ def test_a_url_in_place_of_a_path_is_refused(
     given = words(place, command.replace("URL", url), tmp_path)
     if command.startswith("train"):
         flag = given[-2].removeprefix("--")
-        with pytest.raises(UsageError, match=rf"^{flag} = .* \(--{flag}\) is a URL, and a path of"):
+        with pytest.raises(UsageError, match=rf"^{flag} = .* \(--{flag}\) is a URL, but only a"):
             parse_flags(given[1:])
     else:
         assert main(given) == 2
         error = capsys.readouterr().err
         assert f"{url.partition('?')[0]}" in error
-        assert "is a URL, and a path of this host is needed; give one" in error
+        assert "is a URL, but only a local path works here; give one" in error
         assert "secret" not in error
     assert not any(tmp_path.iterdir())
 

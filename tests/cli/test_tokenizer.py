@@ -305,8 +305,8 @@ def test_ctrl_c_prints_one_line_and_keeps_an_earlier_output(
     capsys.readouterr()
     assert tokenizer(*words, "--force", "--special_tokens", "<a>") == 130
     assert capsys.readouterr().err == (
-        f"minimind: error[INTERRUPTED]: stopped; {out} is as it was before, and the same command"
-        " starts again\n"
+        f"minimind: error[INTERRUPTED]: stopped; {out} is unchanged, and the same command starts"
+        " again\n"
     )
     assert contents(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -150,8 +150,8 @@ def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
     assert (found.backend, Path(found.path)) == ("deepspeed", DEFAULT_DEEPSPEED_CONFIG)
     resolved = found.resolve()
     assert resolved.run.sources["deepspeed_config"] == f"{GIVEN}: deepspeed_config_file"
-    (report,) = [one for one in advice(found, resolved) if "engaged" in one]
-    assert report.startswith(f"DeepSpeed is engaged by --deepspeed_config_file {name}, which")
+    (report,) = [one for one in advice(found, resolved) if "drops" in one]
+    assert report.startswith(f"`accelerate launch` drops --deepspeed_config_file {name}")
     assert setup_for(f"--deepspeed_config {SHIPPED}", TWO).launch.dropped_config is None
     assert setup_for("--deepspeed_config none", TWO).backend == "ddp"
     mine = tmp_path / "mine.json"
@@ -223,7 +223,7 @@ def test_zero_at_one_process_is_stated_to_buy_nothing(setup_for):
         return "\n".join(advice(setup, setup.resolve()))
 
     shipped = f"--deepspeed_config {SHIPPED}"
-    assert "ZeRO stage 2 has nothing to share" in report(shipped, {})
+    assert "ZeRO stage 2 has nothing to divide" in report(shipped, {})
     assert "--deepspeed_config none" in report(shipped, {})
     assert report(shipped, TWO) == report("", {}) == report("", TWO) == ""
     beside = DEFAULT_DEEPSPEED_CONFIG.parent / "deepspeed"

@@ -136,8 +136,8 @@ def test_a_value_of_a_file_of_ones_own_is_dropped_there(tmp_path: Path):
     [
         (
             "--config strong --tie_word_embeddings",
-            "embedding_init = bigrams (--config strong) needs a head of its own, and"
-            " tie_word_embeddings = True (--tie_word_embeddings) shares it; add"
+            "embedding_init = bigrams (--config strong) needs an untied head, and"
+            " tie_word_embeddings = True (--tie_word_embeddings) ties it to the embedding; add"
             " --no-tie_word_embeddings, or --embedding_init random",
             ("--no-tie_word_embeddings", "--embedding_init random"),
         ),

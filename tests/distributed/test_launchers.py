@@ -543,7 +543,7 @@ def test_visible_gpus_are_counted_as_cuda_does(visible: str, gpus: int, smi):
         ("0,0", "in which one GPU is named twice"),
         ("1,0,01", "in which one GPU is named twice"),
         ("GPU-8a1b,GPU-8a1b", "in which one GPU is named twice"),
-        ("0,GPU-8a1c-22", "of several kinds, of which CUDA reads the first alone"),
+        ("0,GPU-8a1c-22", "of several kinds, and CUDA reads only the first"),
         ("GPU-8a1b,MIG-7b-33", "of several kinds"),
         ("0,2", "and nvidia-smi lists 2 GPUs; correct it or leave it out"),
         ("7", "and nvidia-smi lists 2 GPUs"),
@@ -883,7 +883,7 @@ MISTAKES = {
     "--data_path gone.txt": "3 gone.txt: there is no such file or directory",
     "--model tinny": "2 --model tinny: no such preset or file; did you mean tiny?",
     "--config gone.yaml": "2 --config gone.yaml: no such recipe or file;",
-    "--deepspeed_config ds.json": "2 ds.json: zero_optimization.stge is no key of DeepSpeed",
+    "--deepspeed_config ds.json": "2 ds.json: zero_optimization.stge is not a key of DeepSpeed",
     "--deepspeed_config gone.json": "2 --deepspeed_config gone.json: no such DeepSpeed JSON",
     "--resume gone": "4 --resume gone: there is no such file or directory in ",
 }

@@ -105,11 +105,11 @@ def ended(started: subprocess.Popen[str], out_dir: Path) -> Run:
             "SIGSEGV", 120, 7, "died: crashed by SIGSEGV", id="segv", marks=pytest.mark.long
         ),
         pytest.param(
-            "exit 0", 120, 7, "left before the others, with exit status 0", id="exit 0",
+            "exit 0", 120, 7, "exited before the others, with status 0", id="exit 0",
             marks=pytest.mark.long,
         ),
         pytest.param(
-            "exit 3", 120, 7, "left before the others, with exit status 3", id="exit 3",
+            "exit 3", 120, 7, "exited before the others, with status 3", id="exit 3",
             marks=pytest.mark.long,
         ),
         pytest.param("raise", 120, 70, "thrown by the test", id="raise", marks=pytest.mark.long),

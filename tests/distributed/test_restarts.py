@@ -132,7 +132,7 @@ def test_a_worker_records_what_divides_the_batches_of_stages(
 
 def test_without_a_step_only_the_same_processes_go_on():
     assert choose(None, hosts_of(2), 2).accumulation is None
-    with pytest.raises(PeerError, match="1 of 2 processes are left, and no step was begun"):
+    with pytest.raises(PeerError, match="1 of 2 processes are left, and the rows per step are not"):
         choose(None, hosts_of(1), 2)
 
 

@@ -60,9 +60,9 @@ def versions(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-BITS = r"val (\d\.\d{3}) bits per byte: below the trigram"
-BAND = r"tiny-strong, (\d\.\d{3} to \d\.\d{3})"
-FLOORS = r"below the (trigram \(\d.+? unigram \(\d\.\d{3}\))"
+BITS = r"validation (\d\.\d{3}) bits per byte, better than the trigram"
+BAND = r"tiny-strong \((\d\.\d{3} to \d\.\d{3})"
+FLOORS = r"better than the (trigram \(\d.+? unigram \(\d\.\d{3}\))"
 LOSS = r"validation loss (\d\.\d+)"
 
 

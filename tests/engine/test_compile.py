@@ -254,7 +254,7 @@ def test_a_run_reports_how_much_of_its_first_step_was_compiling(quickly, corpus,
         assert line["step"] == 1
         assert 0 < line["seconds"] * 1e3 < first["step_ms"]
         assert (
-            f"step 1: {line['seconds']:.1f} s since the last line for compiling"
+            f"step 1: {line['seconds']:.1f} s of the time since the last line went into compiling"
             in capsys.readouterr().out
         )
 

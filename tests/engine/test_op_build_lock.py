@@ -242,7 +242,7 @@ def test_what_is_built_inside_is_minded_and_nothing_else():
 def test_an_op_that_cannot_be_compiled_is_reported_in_one_line(monkeypatch, name, fault, report):
     monkeypatch.setattr(Op, "name", name)
     monkeypatch.setattr(Op, "fault", fault)
-    report = f"ds.json: it takes DeepSpeed's {name}, which cannot be compiled here {report}"
+    report = f"ds.json: it needs DeepSpeed's {name}, which cannot be compiled here {report}"
     with pytest.raises(UsageError, match=f"^{re.escape(report)}$"), monitored_builds(Op, FILE):
         Op().jit_load()
 

@@ -100,7 +100,7 @@ def test_a_checkpoint_holds_it_and_exports_it(averaged: Path, tmp_path: Path, ca
     assert "has no average; leave it out, or train with --ema" in capsys.readouterr().err
     again = ["export", "--checkpoint", str(tmp_path / "flat"), "--format", "llama"]
     assert main([*again, "--weights", "ema", "--out", str(tmp_path / "other")]) == 2
-    assert "is no checkpoint, and has one set of weights" in capsys.readouterr().err
+    assert "is not a checkpoint and has only one set of weights" in capsys.readouterr().err
 
 
 def test_a_run_that_starts_to_average_is_another_one(averaged: Path, corpus: Path):

@@ -312,7 +312,7 @@ JSONS = [
             (
                 "z3_fp8",
                 {**FACTORY_FP8, **zero(3, **FP8_ZERO)},
-                "comms_config is no key of DeepSpeed 0.19.8; did you mean comms_logger? (2) ",
+                "comms_config is not a key of DeepSpeed 0.19.8; did you mean comms_logger? (2) ",
             ),
             (
                 "z3_offload",

@@ -130,8 +130,8 @@ def test_a_bit_in_a_shard_ends_the_run_before_the_next_save(split: str, out: Pat
     begin = (blocks - 1) * BLOCK_BYTES
     assert str(caught.value) == (
         f"{shard}: was changed after it was prepared: bytes {begin:,} to {size - 1:,} (block"
-        f" {blocks} of {blocks}) are not those that were written; put back what it was, or delete"
-        f" {out} to build it again"
+        f" {blocks} of {blocks}) are not those that were written; restore it, or delete {out} to"
+        " build it again"
     )
     assert caught.value.status == 3
     if split == "val":

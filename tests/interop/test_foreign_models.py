@@ -576,7 +576,7 @@ def test_tensors_that_the_adapter_does_not_describe_are_refused(saved, tmp_path,
         kept = {key: value for key, value in {**held, **change}.items() if value is not None}
         save_file(kept, folder / "adapter_model.safetensors")
         assert run("import", "--from", "llama", folder, "--out", tmp_path / "out") == 4
-        assert f"{folder}: is no adapter of {saved('Llama 2')} (" in capsys.readouterr().err
+        assert f"{folder}: is not an adapter of {saved('Llama 2')} (" in capsys.readouterr().err
 
 
 def test_without_peft_it_is_named(saved, tmp_path, capsys, monkeypatch):

@@ -96,7 +96,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda v: v.update(
             model={"type": "Unigram", "vocab": [[t, -1.0] for t in v["model"]["vocab"]]}
         ),
-        "is a Unigram model, and of a tokenizer.json byte pairs alone are written",
+        "is a Unigram model, and a tokenizer.json is only written if it has byte pairs",
     ),
 }
 
@@ -298,11 +298,11 @@ def test_merged_pieces_have_the_ids_of_autotokenizer(kind: str, tmp_path: Path):
 MERGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "in another order": (
         lambda v: v["model"]["merges"].sort(key=lambda pair: len(pair[0])),
-        "merges pieces in another order than readers of gguf, which know the pieces alone",
+        "merges pieces in another order than readers of gguf, which know only the pieces",
     ),
     "a merge is missing": (
         lambda v: v["model"]["merges"].pop(),
-        "merges pieces in another order than readers of gguf, which know the pieces alone",
+        "merges pieces in another order than readers of gguf, which know only the pieces",
     ),
     "words taken whole": (
         lambda v: v["model"].update(ignore_merges=True),

@@ -189,7 +189,9 @@ def test_weights_of_no_export_are_not_replaced(
     mine = {"README.md": b"mine", "config.json": b"{}", "model.safetensors": b"weights"}
     user.commit(MODEL, NET, mine)
     assert export(run, tmp_path / "out", NET) == 2
-    assert "the model there has model.safetensors, which is of no export" in capsys.readouterr().err
+    assert (
+        "the model there has model.safetensors, which no export writes" in capsys.readouterr().err
+    )
     assert user.files(NET) == mine
     assert not (tmp_path / "out").exists()
     user.commit(MODEL, NET, {"README.md": b"mine", "notes.txt": b"x"})
@@ -222,15 +224,15 @@ def test_files_of_another_format_are_deleted(user: Hub, run: Path, tmp_path: Pat
             "bob/small",
             "write",
             TOKEN,
-            "the token is of ana, who is not in bob; name one of ana, poets",
+            "the token belongs to ana, who is not a member of bob; name one of ana, poets",
         ),
         (NET, "read", TOKEN, "the token of ana may only read; make one that may write"),
         (NET, "write", "", "has no token; check HF_TOKEN, or run `hf auth login`"),
         (NET, "write", "hf_wrong", "access is refused: "),
         ("small", "write", TOKEN, "is not USER/NAME, such as ana/poems; write it so"),
         (f"{NET}@v1", "write", TOKEN, "is not USER/NAME"),
-        ("ana/x--y", "write", TOKEN, "is no name of a model ("),
-        ("ana/" + "x" * 100, "write", TOKEN, "is no name of a model ("),
+        ("ana/x--y", "write", TOKEN, "is not a name of a model ("),
+        ("ana/" + "x" * 100, "write", TOKEN, "is not a name of a model ("),
     ],
 )
 def test_nothing_is_written_where_nothing_may_be_uploaded(
@@ -272,7 +274,7 @@ def test_an_adapter_is_merged_into_a_model_of_the_hub(
         assert f"holds a LoRA adapter of hf:{about['base_model_name_or_path']}, which the" in shown
     elif has_base:
         assert status == 4, shown  # it is one of nothing
-        assert "is no adapter of" in shown
+        assert "is not an adapter of" in shown
     else:
         assert status == 2
         assert "hf:ana/none: the Hub has no such model" in shown

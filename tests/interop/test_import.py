@@ -410,7 +410,7 @@ def test_wrong_format_is_reported_with_the_right_one(
 
 def test_unknown_tensor_names_are_not_reported_as_llama(pth, tokenizer, tmp_path, capsys):
     torch.save({"wte.weight": torch.zeros(4, 4)}, pth)
-    for kind, named in (("minimind2", "'wte.weight' is no tensor"), ("llama", "embed_tokens")):
+    for kind, named in (("minimind2", "'wte.weight' is not a tensor"), ("llama", "embed_tokens")):
         assert import_model(pth, tmp_path / "out", "--tokenizer", tokenizer, kind=kind) == 4
         refused(4, named, capsys=capsys, tmp_path=tmp_path)
 
@@ -428,7 +428,7 @@ def test_file_beside_a_configuration_is_reported_with_its_folder(llama, tmp_path
 def test_gguf_input_is_rejected(kind, place, tmp_path, capsys):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(99))
     assert import_model(tmp_path / place, tmp_path / "out", kind=kind) == 4
-    words = "is GGUF, which is written here and not read; name what it was exported"
+    words = "is GGUF, which this program writes but does not read; name what it was exported"
     refused(4, words, capsys=capsys, tmp_path=tmp_path)
 
 

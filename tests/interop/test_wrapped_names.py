@@ -186,7 +186,7 @@ def test_an_adapter_alone(reader: str, base: object, tmp_path: Path, capsys):
         assert main(words[reader]) == CheckpointError.status
         report = capsys.readouterr().err
     named = "" if base is None else f" {base}"
-    assert f"{adapter}: holds a LoRA adapter alone (adapter_config.json, adapter_model" in report
+    assert f"{adapter}: holds only a LoRA adapter (adapter_config.json, adapter_model" in report
     assert f"; merge it into its base model{named} (merge_and_unload of PEFT), and name" in report
 
 

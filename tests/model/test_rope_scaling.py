@@ -76,8 +76,11 @@ def test_the_table_turns_by_the_scaled_angles_and_has_the_length_mscale():
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"rope_type": "dynamic"}, "rope_type='dynamic' of rope_scaling is none of linear, ntk, y"),
-        ({"factor": None}, "factor=None of rope_scaling is no number from 1"),
+        (
+            {"rope_type": "dynamic"},
+            "rope_type='dynamic' of rope_scaling is not one of linear, ntk, y",
+        ),
+        ({"factor": None}, "factor=None of rope_scaling is not a number from 1"),
         ({"factor": math.inf}, "factor=inf of rope_scaling"),
         ({"original_max_position_embeddings": 0}, "original_max_position_embeddings=0"),
         ({"rope_type": "ntk", "n_heads": 16}, "more than one pair of channels"),

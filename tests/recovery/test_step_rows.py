@@ -244,15 +244,15 @@ def test_a_document_that_is_held_out_is_read_by_no_step(
         ("data at RUN --step 0", "0 must be at least 1"),
         ("data at RUN", "no step was named"),
         ("data at RUN --step 1 --steps 1:2", "--step and --steps exclude"),
-        ("data at RUN --steps 2:1", "is no A:B"),
+        ("data at RUN --steps 2:1", "is not A:B"),
         ("data at RUN --steps 1:2 --text", "--steps and --text exclude"),
         ("data at RUN --step 1 --top 2", "--top without --steps; give --steps too"),
         ("data at RUN --steps 5000:6000", "has steps 1 to 1250"),
         ("data at none --step 1", "there is no such file or directory"),
-        ("data where RUN a.jsonl", "is no FILE:LINE"),
-        ("data where RUN a.jsonl:0", "is no FILE:LINE"),
+        ("data where RUN a.jsonl", "is not FILE:LINE"),
+        ("data where RUN a.jsonl:0", "is not FILE:LINE"),
         ("data where RUN a.jsonl:9999", "there is no such line"),
-        ("data where RUN z.jsonl:1", "is no file of this text"),
+        ("data where RUN z.jsonl:1", "is not a file of this text"),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -352,7 +352,7 @@ def test_each_text_of_a_run_is_searched(
     assert found["reads"]
     assert max(read["step"] for read in found["reads"]) <= 900
     assert minimind(f"data at {run} --steps 890:905".split()) == 2
-    assert "read other text from step 901 on" in capsys.readouterr().err
+    assert "the text changed at step 901" in capsys.readouterr().err
 
 
 def test_lines_of_a_text_file_are_one_document_and_links_name_their_file(

@@ -65,7 +65,8 @@ def test_every_token_is_counted_where_it_goes(
         == sum(sum(s["tokens"].values()) for s in prepared.manifest["sources"])
     )
     assert sentence(found).startswith(
-        f"{found['text']:,} of the text = {found['held_out']:,} held out + "
+        f"{found['text']:,} in the text: {found['trained']:,} trained on per epoch,"
+        f" {found['held_out']:,} held out, "
     )
 
 
@@ -96,10 +97,9 @@ def test_a_weighted_mixture_adds_up_by_source(
     assert sum(one["left_out"] for one in found["sources"]) == found["left_out"]
     assert sum(one["tail"] for one in found["sources"]) == found["tail_of_source"]
     text, epoch = sentence(found).split("; an epoch by weight: ")
-    sums = [text.split(" of the text = "), *(part.split(" = ") for part in [epoch])]
-    for sides in sums:
+    for sides, between in ((text.split(" in the text: "), ", "), (epoch.split(" = "), " + ")):
         totals = {
-            sum(int(item.split(" ")[0].replace(",", "")) for item in side.split(" + "))
+            sum(int(item.split(" ")[0].replace(",", "")) for item in side.split(between))
             for side in sides
         }
         assert len(totals) == 1, sentence(found)
@@ -110,9 +110,9 @@ def test_the_conversations_of_each_part_are_counted():
     counts |= {"in_rows": 9_000, "targets": 4_000, "cut_off": 200, "conversations": 95}
     counts |= {"held_out_conversations": 5, "cut": 2, "dropped": 1, "padding": 1_000}
     assert sentence(counts) == (
-        "9,700 of 100 conversations = 500 of 5 held out + 9,000 of 94 in rows + 200 of"
-        " 2 cut at the end of a turn and 1 dropped, as nothing to train on ends within a row;"
-        " 4,000 are targets; 10% of the rows is padding"
+        "9,700 in 100 conversations: 9,000 in the rows (94), 500 held out (5), 200 lost (2 cut at"
+        " the end of a turn and 1 dropped, as nothing to train on ends within a row); 4,000 are"
+        " targets; 10% of the rows is padding"
     )
 
 

@@ -190,7 +190,7 @@ def test_a_resumed_run_is_left_in_peace(trains, trained: Trained, tmp_path: Path
     flags = {**SMALL, **places, "out_dir": str(tmp_path / "out")}
     assert run({**flags, "stop_at_step": 3}) == 75
     assert kinds(tmp_path / "out") == []
-    assert placement(read_runs([tmp_path / "out"])[0]).startswith("val ")
+    assert placement(read_runs([tmp_path / "out"])[0]).startswith("validation ")
     assert run(flags) == 0
     assert kinds(tmp_path / "out") == []
     assert kinds(trained.run) == []
@@ -441,20 +441,20 @@ def test_how_a_run_ended_is_a_sentence(tmp_path):
         run = made_run(tmp_path / str(number), lines)
         found += [one.text for one in diagnose(run, run.starts[-1].last_time + 7500)]
     assert found == [
-        "the run ended at step 200 of 200 with exit status 5 (E_STORAGE): /mnt: no space; free some"
-        " space; once that is mended, the same command goes on from step 150",
-        "the run ended at step 0 of 200 with exit status 70 (E_INTERNAL): KeyError: 'x'; once that"
-        " is mended, the same command begins anew, as nothing was saved",
-        "the last line is 2 h 5 min old, at step 100 of 200, and no end is recorded: the run hangs,"
-        " or was killed, as by a host without memory; look at the end of its log; the same command"
-        " begins anew, as nothing was saved",
+        "the run ended at step 200 of 200 with exit status 5 (E_STORAGE): /mnt: no space; free"
+        " some space; once that is fixed, the same command goes on from step 150",
+        "the run ended at step 0 of 200 with exit status 70 (E_INTERNAL): KeyError: 'x'; once"
+        " that is fixed, the same command starts from the beginning, as nothing was saved",
+        "the last line is 2 h 5 min old, at step 100 of 200, and no end is recorded: the run"
+        " hangs, or was killed, perhaps for lack of memory; look at the end of its log; the same"
+        " command starts from the beginning, as nothing was saved",
         "the last start ended at step 200 of 200 with exit status 4 (E_CHECKPOINT): of another run;"
         " all 200 steps are trained and saved",
-        "3 of 3 starts ended in an error or without a word: the cause is still there; mend what the"
-        " first error of the log names",
-        "3 of 4 starts ended in an error or without a word, and 8 steps had to be computed again:"
-        " the cause is still there; mend what the first error of the log names, and save more often"
-        " (--save_interval below ?)",
+        "3 of 3 starts ended in an error or without a recorded end: the cause is still there; fix"
+        " what the first error of the log names",
+        "3 of 4 starts ended in an error or without a recorded end, and 8 steps had to be"
+        " computed again: the cause is still there; fix what the first error of the log names,"
+        " and save more often (--save_interval below ?)",
     ]
 
 
@@ -641,7 +641,7 @@ def test_a_run_is_placed_among_floors(trained: Trained, capsys):
     bits = run.events("floors")[-1]["bits"]
     assert {"zlib", "xz", "unigram", "trigram"} <= {*bits}
     assert all(0 < value < 8 for value in bits.values())
-    assert placement(run).startswith("val ")
+    assert placement(run).startswith("validation ")
     assert main(["report", str(trained.run)]) == 0
     assert placement(run) in capsys.readouterr().out
 

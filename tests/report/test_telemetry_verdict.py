@@ -142,8 +142,8 @@ def test_without_communication_times_stage_3_names_no_slow_rank():
 @pytest.mark.parametrize(
     ("setting", "words", "not_said"),
     [
-        ({"zero_stage": 2, "accumulation_steps": 4}, "stage 1, if it fits, reduces", "stage 0"),
-        ({"zero_stage": 3, "accumulation_steps": 2}, "stage 1, if it fits, reduces", "stage 0"),
+        ({"zero_stage": 2, "accumulation_steps": 4}, "stage 1, if it fits: it reduces", "stage 0"),
+        ({"zero_stage": 3, "accumulation_steps": 2}, "stage 1, if it fits: it reduces", "stage 0"),
         ({"zero_stage": 2}, "a larger --batch_size, or stage 0", "accumulation"),
         ({"zero_stage": 2, "dtype": "float16"}, "a larger --batch_size", "stage 0"),
         ({"zero_stage": 1, "offloads": True}, "or more --accumulation_steps", "stage 0"),
@@ -166,8 +166,8 @@ def test_with_tensor_parallel_ranks_communication_is_mostly_that_of_the_passes()
     found = judge(profile(1.0, 20.0, 60.0, 19.0, comm=[45.0, 44.0, 46.0, 45.0]), **divided)
     assert found.kind == "communication"
     assert found.text == (
-        "communication, with that of tensor_parallel = 2 in both passes, is 44 % of the step (44.0"
-        " of 100.0 ms); drop --tensor_parallel if a micro-batch fits without it"
+        "communication, including both passes of tensor_parallel = 2, is 44 % of the step (44.0 of"
+        " 100.0 ms); drop --tensor_parallel if a micro-batch fits without it"
     )
     update = profile(1.0, 20.0, 30.0, 49.0, comm=[10.0] * 4)
     assert judge(update, **divided).kind == "compute"  # which part of it computes is unknown

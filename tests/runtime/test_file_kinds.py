@@ -194,7 +194,7 @@ def test_it_is_named_with_the_way_out(kind: str, reader: str, tmp_path: Path):
         path.write_bytes(content)
         report = READERS[reader](path)
         if (kind, reader) == ("GGUF", "pytorch_model.bin"):  # which is written here
-            assert "is GGUF, which is written here and not read; name what" in report
+            assert "is GGUF, which this program writes but does not read; name what" in report
         else:
             assert f"is {kind}" in report
             assert found.remedy in report

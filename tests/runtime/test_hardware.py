@@ -172,7 +172,7 @@ def test_without_a_compiler_auto_is_eager_with_a_warning_and_on_is_refused(monke
 
 def test_the_cuda_compiler_has_to_be_of_torchs_major_version():
     assert nvcc_fault("13.0", NVCC_13) == nvcc_fault("12.8", NVCC_12) == ""
-    assert nvcc_fault("13.0", NVCC_12) == "nvcc is of CUDA 12.4 and torch of CUDA 13.0"
+    assert nvcc_fault("13.0", NVCC_12) == "nvcc has CUDA 12.4 and torch has CUDA 13.0"
     assert nvcc_fault("13.0", "") == "the CUDA compiler nvcc is not installed"
 
 

@@ -162,8 +162,8 @@ def test_a_process_is_running_stopped_or_gone_and_no_other_is_taken_for_it(child
     [
         (-9, "killed by SIGKILL, perhaps for lack of memory", 7),
         (-11, "crashed by SIGSEGV", 7),
-        (0, "left before the others, with exit status 0", 7),
-        (3, "with exit status 3", 7),
+        (0, "exited before the others, with status 0", 7),
+        (3, "with status 3", 7),
         (-15, "was stopped by SIGTERM while it started", 75),
         (-10, "was stopped by SIGUSR1 while it started", 75),
         (None, "died, perhaps killed", 7),
@@ -206,7 +206,7 @@ def test_the_dead_is_named_before_the_process_group_stands(tmp_path, monkeypatch
     lost = peers.check(2.0)
     assert lost is not None
     assert (lost.rank, lost.status) == (1, 7)
-    assert lost.description == f"{worker} left before the others, with exit status 0"
+    assert lost.description == f"{worker} exited before the others, with status 0"
 
 
 def test_a_stopped_process_is_lost_only_after_the_patience_in_one_go(meeting, child):

@@ -92,7 +92,9 @@ def test_what_names_a_repository():
     converted = repository("hf:ana/poems@refs/convert/parquet/default/train", DATASET)
     assert converted == Repository(DATASET, "ana/poems", "refs/convert/parquet", "default/train")
     assert repository("hf:datasets/ana/poems", DATASET) == Repository(DATASET, "ana/poems")
-    with pytest.raises(DataError, match="hf:poems: is no local path, nor hf:USER/SET of the Hub"):
+    with pytest.raises(
+        DataError, match="hf:poems: is neither a local path nor hf:USER/SET of the Hub"
+    ):
         find_files(["hf:poems"])
     assert repository("hf:ana/poems/", DATASET) == Repository(DATASET, "ana/poems")
     others = ("ana/poems", "hf://datasets/ana/poems", "hf:/ana/poems", "hf:../poems", "hf:poems")
@@ -251,7 +253,9 @@ def test_a_list_of_files_that_does_not_arrive_is_no_empty_repository(hub: Hub):
 def test_a_page_in_place_of_an_answer(hub: Hub):
     hub.commit(MODEL, NET, MODEL_FILES)
     hub.answers["/api/models/"] = 200
-    with pytest.raises(UsageError, match=r"answers with what is no JSON; set HF_ENDPOINT"):
+    with pytest.raises(
+        UsageError, match=r"answers with something that is not JSON; set HF_ENDPOINT"
+    ):
         local_model(f"hf:{NET}")
 
 
@@ -355,7 +359,7 @@ def test_a_file_that_always_has_another_hash_is_refused_and_not_kept(hub: Hub):
     hub.commit(MODEL, NET, MODEL_FILES)
     hub.damages = 1000
     for _ in range(2):
-        with pytest.raises(StorageError, match="arrives with another hash, fetched 2 times"):
+        with pytest.raises(StorageError, match="arrives with a wrong hash, fetched 2 times"):
             local_model(f"hf:{NET}")
     hub.damages = 0
     folder = local_model(f"hf:{NET}")
@@ -419,7 +423,10 @@ def test_files_of_equal_content_are_two(hub: Hub, tmp_path: Path):
 def test_several_folders_are_named(hub: Hub, tmp_path: Path, capsys: Any):
     hub.commit(DATASET, SET, {"en/train.jsonl": lines(1), "fr/train.jsonl": lines(2)})
     assert len(local_text(f"hf:{SET}", tmp_path)) == 2
-    assert f"note   hf:{SET}: en, fr are read; one by hf:{SET}/en\n" in capsys.readouterr().err
+    assert (
+        f"note   hf:{SET}: en, fr are read; to read only one, give hf:{SET}/en\n"
+        in capsys.readouterr().err
+    )
     assert len(local_text(f"hf:{SET}/en", tmp_path)) == 1
     assert "are read" not in capsys.readouterr().err
 

@@ -219,7 +219,7 @@ def test_inspect_names_a_url_without_prepared_data(
 
 
 def test_names_that_leave_the_cache_are_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="is no file name here"):
+    with pytest.raises(DataError, match="is not a file name here"):
         path_of("s3://bucket/../../etc/passwd", tmp_path)
 
 
@@ -309,7 +309,7 @@ def test_a_prepared_folder_below_a_prefix_is_no_text(
         assert not [path for path in found if "tokens" in path]
     with pytest.raises(DataError, match="matches no"):
         local_text([f"{URL}/a/tokens/*.jsonl"], tmp_path / "cache")
-    with pytest.raises(DataError, match="is what `minimind prepare` wrote or still writes"):
+    with pytest.raises(DataError, match="is a folder of `minimind prepare`"):
         local_text([f"{URL}/a/tokens"], tmp_path / "cache")
 
 

@@ -325,7 +325,7 @@ def test_the_vocabulary_is_that_of_the_prepared_text(tmp_path, capsys, prepared,
 def test_sources_that_no_run_can_read_are_named_before_the_first(tmp_path, capsys, made):
     flags = {k: v for k, v in CONTENT["flags"].items() if k != "data_path"}
     assert train(tmp_path, flags={**flags, "source": [f"a={tmp_path}"]}) == 2
-    assert f"source a: {tmp_path} is no folder of `minimind prepare`" in capsys.readouterr().err
+    assert f"source a: {tmp_path} is not a folder of `minimind prepare`" in capsys.readouterr().err
     assert made.starts == []
 
 

@@ -100,7 +100,7 @@ def test_runs_that_cannot_be_used_are_named_with_the_reason(grid, tmp_path, caps
         "z-infinite": "its last validation has no finite loss",
         "z-nameless": "has no config.yaml",
         "z-continued": "begins with trained weights (--init_from)",
-        "z-experts": "is a mixture of experts, and the law is of dense models",
+        "z-experts": "is a mixture of experts, and the law is for dense models",
     }
 
 
@@ -112,7 +112,7 @@ def test_of_one_size_and_budget_only_the_best_settings_count_with_all_their_seed
     found = collect([runs])
     assert len(found.used) == len(DIMS) * len(TOKENS) + 1
     assert "seed" in {one.name for one in found.used}
-    assert re.fullmatch(r"loss [\d.]+; .* the best is d128-4e\+07, [\d.]+", found.left_out["worse"])
+    assert re.fullmatch(r"loss [\d.]+; .* is better: d128-4e\+07, [\d.]+", found.left_out["worse"])
     assert found.left_out["same"] == "has the flags of d128-4e+07"
 
 

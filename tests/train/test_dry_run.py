@@ -163,14 +163,14 @@ def test_the_number_of_processes_is_that_of_the_launch(tmp_path: Path):
     ):
         assert setup_of(GPU_HOST, environ).launch.world_size == count
     for value in ("0", "-1", "two", "1.5"):
-        with pytest.raises(UsageError, match=r"NUM_PROCESSES: .* is no number of processes"):
+        with pytest.raises(UsageError, match=r"NUM_PROCESSES: .* is not a number of processes"):
             setup_of(GPU_HOST, {"NUM_PROCESSES": value})
 
 
 def test_the_text_of_a_url_is_left_to_the_start():
     given = "--model tiny --dry_run --data_path https://user:secret@localhost:1/t.jsonl"
     out = dry_run_text(planned(parse_flags([*given.split(), "--deepspeed_config", "none"])))
-    assert "localhost:1/t.jsonl holds is looked at by the start" in out
+    assert "localhost:1/t.jsonl holds is read by the run itself, not by this check" in out
     assert "secret" not in out.split("data: ")[1]
 
 

@@ -182,7 +182,7 @@ def test_a_source_that_is_not_validated_is_named(tmp_path, capsys):
     flags |= {"batch_size": 4, "device": "cpu", "deepspeed_config": "none", "max_steps": 1}
     assert train(flags, data_path=[str(tmp_path / "data")], out_dir=str(tmp_path / "out")) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "warning no row of few is held out: the validation loss is that of the other" in output
+    assert "warning no row of few is held out: the validation loss covers only the other" in output
     assert "of few (" in output  # how often an epoch reads it
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     events = {event["event"]: event for event in map(json.loads, lines)}

@@ -277,7 +277,7 @@ def test_a_template_without_an_end_of_a_turn_is_refused(base: dict[str, Any], tm
         "{% if add_generation_prompt %}<|x|>{% endif %}"
     )
     given = {**base, "chat_template": str(template)}
-    with pytest.raises(UsageError, match="no special token after what the assistant says"):
+    with pytest.raises(UsageError, match="no special token after an answer"):
         train(given, out_dir=str(tmp_path / "out"))
 
 
@@ -297,7 +297,7 @@ def test_tags_of_a_model_s_own_template_stay_text(
     assert train(given, out_dir=str(out)) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "vocabulary 600" in said
-    assert "(chat_template.jinja); text, as they are no tokens: <|im_start|>" in said
+    assert "(chat_template.jinja); text, as they are not tokens: <|im_start|>" in said
     words = ["--checkpoint", str(out), "--format", "llama", "--out", str(exported)]
     assert minimind(["export", *words]) == 0
     assert "answers end with the text '<|im_end|>', no token" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def start(line: str, backend: str) -> list[str]:
     update = "by flat partitions" if resolved.config else None
     facts = {**FACTS, "backend": resolved.backend, "zero_stage": resolved.zero_stage}
     facts |= {"world_size": world_size, "zero_update": update}
-    capacity = "27.1 MiB each, 2,930 more fit"
+    capacity = "27.1 MiB each, and the disk has room for 2,930 more"
     return first_screen(facts, resolved, "279,619 of the text", capacity, []).splitlines()
 
 
@@ -136,7 +136,7 @@ def test_a_start_shows_the_facts_and_every_setting_that_is_no_default(backend: s
         f"backend {backend.split(',')[0]}",
         "MFU of 2 TFLOP/s (--peak_tflops)",
         "a checkpoint every ",
-        "27.1 MiB each, 2,930 more fit",
+        "27.1 MiB each, and the disk has room for 2,930 more",
         "max_steps 40 --max_steps",
         "batch_size 2 --batch_size",
         "dim 192 model tiny",
@@ -144,7 +144,7 @@ def test_a_start_shows_the_facts_and_every_setting_that_is_no_default(backend: s
     ):
         assert fact in report
     assert ("update by flat partitions" in report) == (backend.split(",")[0] == "deepspeed")
-    assert "default" not in report.partition("other than the defaults")[2]
+    assert "default" not in report.partition("that differ from the defaults")[2]
     if flags:  # nothing is cut
         assert "a_name_that_is_longer_than_the_forty_columns_of_a_value --wandb_run_name" in report
         assert f"/{'long/' * 40}out" in report

@@ -185,7 +185,7 @@ def test_rows_of_other_lengths_are_left_out_where_they_overlap(
         with pytest.raises(UsageError, match=r"has rows of 17 tokens .* reads rows of 33"):
             train(given, out_dir=str(tmp_path / "other"), dry_run=dry_run)
     assert main(["data", "at", str(whole), "--steps", "5:8", "--rows"]) == 2
-    assert "rows of another length, in a part of them" in capsys.readouterr().err
+    assert "the length of its rows, changed within these steps" in capsys.readouterr().err
 
 
 def test_a_changed_file_is_another_run_unless_it_is_allowed(
@@ -283,7 +283,7 @@ def test_a_source_of_a_folder_of_several_is_read_alone_or_weighted_anew(
     assert train(given, source=[f"a={place}/mixed:5"], out_dir=str(tmp_path / "alone")) == 0
     alone = documents_of(read_run(tmp_path / "alone").stretches[0])
     assert alone.find(f"{place}/a.jsonl", 3)[0].place.line == 3
-    with pytest.raises(UsageError, match=r"b\.jsonl is no file of this text"):
+    with pytest.raises(UsageError, match=r"b\.jsonl is not a file of this text"):
         alone.find(f"{place}/b.jsonl", 3)
     with pytest.raises(UsageError, match=r"source c: .*/mixed holds the sources a, b; name one of"):
         train(given, source=[f"c={place}/mixed:5"], out_dir=str(tmp_path / "other"))
@@ -372,7 +372,7 @@ def test_folders_that_cannot_be_mixed(place: Path, tmp_path: Path):
         ([f"a={place}/A:1", f"b={place}/B"], "source b has no weight and others have"),
         ([f"a={place}/A:1", f"a={place}/B:2"], "source a is given twice"),
         ([f"a={place}/A:1", f"b={place}/B/../A:2"], "source b: .*/A is the text of source a, too"),
-        ([f"a={place}/a.jsonl:1"], r"source a: .*/a\.jsonl is no folder of `minimind prepare`"),
+        ([f"a={place}/a.jsonl:1"], r"source a: .*/a\.jsonl is not a folder of `minimind prepare`"),
         (["a"], "--source a: is not NAME=PATH or NAME=PATH:WEIGHT"),
     )
     for sources, message in refused:
@@ -465,7 +465,7 @@ def test_a_dry_run_and_the_plan_know_the_stages(
 
 def test_mistakes_are_usage_errors_before_anything_is_written(place: Path, tmp_path: Path):
     for stages, message in (
-        ([{"weights": {"a": 1, "c": 1}}], "c is no source of the text; the sources are a, b"),
+        ([{"weights": {"a": 1, "c": 1}}], "c is not a source of the text; the sources are a, b"),
         ([{"wieghts": {"a": 1}}], r"unknown key 'wieghts'; did you mean weights\?"),
     ):
         path = file_of(tmp_path, place, stages)
@@ -480,7 +480,7 @@ def test_weights_of_sources_are_refused_before_raw_text_is_read(
 ):
     given = flags(place, stages=file_of(tmp_path, place, sources={}), dry_run=dry_run)
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\nno JSON, where the text is read\n')
-    with pytest.raises(UsageError, match="a is no source of the text; the sources are data"):
+    with pytest.raises(UsageError, match="a is not a source of the text; the sources are data"):
         train(given, data_path=str(tmp_path / "bad.jsonl"), out_dir=str(tmp_path / "run"))
 
 

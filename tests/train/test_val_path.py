@@ -310,8 +310,11 @@ def test_what_does_not_go_with_val_path_is_refused_by_name(
     with pytest.raises(UsageError, match=r"apart-a is prepared and has its held-out text; drop"):
         train(flags(place, data_path=[f"{place}/apart-a"], tokenizer=None), out_dir=f"{tmp_path}/o")
     for words, message in [
-        (["--val_fraction", "0.1"], r"and --val_fraction 0.1 holds out a part of the text; drop"),
-        ([f"--source=b={place}/a.jsonl"], r"is of no one of 2 sources; drop it, or prepare a"),
+        (
+            ["--val_fraction", "0.1"],
+            r"and --val_fraction 0.1 both choose the validation text; drop",
+        ),
+        ([f"--source=b={place}/a.jsonl"], r"cannot be shared by 2 sources; drop it, or prepare a"),
     ]:
         assert main(["prepare", *data, *words, "--out", f"{tmp_path}/no"]) == 2
         assert re.search(message, capsys.readouterr().err)

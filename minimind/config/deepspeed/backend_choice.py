@@ -460,8 +460,8 @@ def dropped_config_notice(launch: Launch) -> str:
     if launch.dropped_config is None:
         return ""
     return (
-        f"DeepSpeed is engaged by --deepspeed_config_file {launch.dropped_config}, which"
-        f" `accelerate launch` drops without --use_deepspeed; it is {launch.deepspeed_config} here"
+        f"`accelerate launch` drops --deepspeed_config_file {launch.dropped_config} without"
+        f" --use_deepspeed; this run uses DeepSpeed with {launch.deepspeed_config} all the same"
     )
 
 
@@ -486,8 +486,8 @@ def single_process_advice(resolved: ResolvedConfig, world_size: int) -> str:
     if not config or world_size > 1 or offloaded or resolved.scheduler or not is_ours:
         return ""
     return (
-        f"ZeRO stage {resolved.zero_stage} has nothing to share out at 1 process;"
-        " --deepspeed_config none does without it (docs/memory.md)"
+        f"ZeRO stage {resolved.zero_stage} has nothing to divide in 1 process; --deepspeed_config"
+        " none trains without DeepSpeed (docs/memory.md)"
     )
 
 

@@ -134,7 +134,7 @@ def _unknown(
             other = FIELD_NAMES[name]
             faults[name] = f"is another name of {other}, which is there too; remove one"
         elif written not in names:
-            faults[name] = f"is no {what}; {_advice(written, names, section)}"
+            faults[name] = f"is not a {what}; {_advice(written, names, section)}"
         elif name in SECTIONS and not name.endswith(".params"):
             faults |= _unknown(name, block[written], [key.name for key in SECTIONS[name]])
     return faults
@@ -205,7 +205,7 @@ def _wrong_value(name: str, value: Any) -> str:
         return "is a number of more than 64 bits; write a smaller one"
     if value == HIDDEN_VALUE and is_secret(name):
         return (
-            f'is "{HIDDEN_VALUE}", as a run writes it in place of a secret; write the secret there,'
+            f'is "{HIDDEN_VALUE}", which a run writes in place of a secret; write the secret there,'
             " or remove the key and set what its library reads"
         )
     shown = _shown(without_secret(name, value))

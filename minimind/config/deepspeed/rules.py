@@ -184,7 +184,7 @@ RULES = (
     Rule(
         f"{ZERO}stage",
         lambda f, key: f.run.dtype == "float16" and f.stage == 0 and f.device != "cpu",
-        "{dtype} trains incorrectly at ZeRO stage 0 in DeepSpeed 0.19.8 (gradients are unscaled"
+        "{dtype} trains incorrectly at ZeRO stage 0 in DeepSpeed 0.19.8 (it unscales gradients"
         " that were never scaled); use bfloat16, or stage 1 to 3",
     ),
     Rule(
@@ -212,7 +212,7 @@ RULES = (
     Rule(
         f"{OFFLOAD}.device {ZERO}offload_param.device",
         lambda f, key: f[key] == "nvme" and {"by": f.sources[key]},
-        '{key} ({by}), and what is on a disk has no checkpoints; write "cpu"',
+        '{key} ({by}), and a checkpoint cannot hold what is on a disk; write "cpu"',
     ),
     Rule(
         f"{OFFLOAD}.ratio",

@@ -311,7 +311,7 @@ def tools_of(value: Any) -> list[Any]:
     """The tools of a decoded list of objects, or of its JSON; raise DocumentError for others."""
     tools = [] if is_switch(value) else from_json(value, TOOLS, TOOLS_EXAMPLE)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        reason = f'"{TOOLS}" is no list of objects'
+        reason = f'"{TOOLS}" is not a list of objects'
         raise DocumentError(reason, f"write {TOOLS_EXAMPLE}, or remove it")
     return tools
 
@@ -391,7 +391,9 @@ def message_of_turn(turn: Any, spelling: Spelling, unread: set[str]) -> Message:
             more[key] = read(given.pop(key), key)
     thoughts = {key: more[key].strip() for key in THOUGHTS if more.get(key)}
     if len({*thoughts.values()}) > 1:  # a template writes one of them
-        raise DocumentError(f"has other text in {' than in '.join(thoughts)}", "keep one of them")
+        raise DocumentError(
+            f"has different text in {' and in '.join(thoughts)}", "keep one of them"
+        )
     is_trained = True
     for key, value in given.items():
         if HARMLESS.fullmatch(key.lower()):
@@ -422,7 +424,7 @@ def _text_of_part(part: Any, number: int) -> str:
     others = [key for key in fields.keys() - PART_KEYS if not is_absent(fields[key])]
     text = fields.get("text")
     if fields.get("type") != "text" or not isinstance(text, str) or others:
-        reason = f"part {number} of its content is not text alone, and only text is supported"
+        reason = f"part {number} of its content is not text, and only text is supported"
         remedy = 'write {"type": "text", "text": "..."}, or remove the conversation'
         raise DocumentError(reason, remedy)
     return text
@@ -516,7 +518,9 @@ def conversation_of(record: Any, unread: set[str]) -> Conversation:
     written = [message.more[TOOLS] for message in messages if TOOLS in message.more]
     offered = [tools for tools in map(tools_of, [*written, beside.pop(TOOLS, [])]) if tools]
     if any(tools != offered[0] for tools in offered):
-        raise DocumentError(f'has "{TOOLS}", and others in a turn', "keep one of them")
+        raise DocumentError(
+            f'has "{TOOLS}" beside the turns, and different ones in a turn', "keep one of them"
+        )
     tools = offered[0] if offered else None
     for key in SYSTEM_KEYS:
         if isinstance(beside.get(key), str) and not is_switch(beside[key]):
@@ -546,7 +550,7 @@ def _question_and_answer(
         if not isinstance(history, list) or any(
             not isinstance(texts, list) or len(texts) != 2 for texts in history
         ):
-            reason = f'"{HISTORY}" is no list of questions with their answers'
+            reason = f'"{HISTORY}" is not a list of questions with their answers'
             raise DocumentError(reason, 'write [["...", "..."]], or remove it')
         for number, text in enumerate(chain(*history)):
             messages += _said(text, HISTORY, (USER, ASSISTANT)[number % 2], number, unread)
@@ -613,10 +617,12 @@ def _variables_of(key: str, value: Any) -> dict[str, Any]:
     """Variables for the template of one conversation; raise DocumentError for others."""
     variables = from_json(value, key, '{"enable_thinking": false}')
     if not isinstance(variables, dict):
-        raise DocumentError(f"{shown(key)} is no object", "remove it")
+        raise DocumentError(f"{shown(key)} is not an object", "remove it")
     for name in variables:
         if name in FIXED_VARIABLES or not name.isidentifier():
-            raise DocumentError(f"{key} has {shown(name)}, which no variable can be", "remove it")
+            raise DocumentError(
+                f"{key} has {shown(name)}, which is not a valid name of a variable", "remove it"
+            )
     return {name: given for name, given in variables.items() if given is not None}
 
 

@@ -333,8 +333,8 @@ class ChatTemplate:
         if self.text_ends:
             return None
         raise UsageError(
-            f"{self.name} writes no special token after what the assistant says, so that an answer"
-            " would not end; end it with eos_token, or with a token such as <|end|>"
+            f"{self.name} writes no special token after an answer, so that no answer would end; end"
+            " it with eos_token, or with a token such as <|end|>"
         )
 
     @cached_property
@@ -513,8 +513,8 @@ class ChatTemplate:
             pairs = zip_longest(pieces[1::2], names)
             odd = next(written or found for written, found in pairs if written != found)
             return DocumentError(
-                f"{self.name} writes a text in which {tokenizer.path} matches other special tokens"
-                f" than are written in it, such as {odd!r}",
+                f"{self.name} writes text in which {tokenizer.path} finds special tokens that the"
+                f" template did not write, such as {odd!r}",
                 "change it, or give another tokenizer",
             )
         if loss is not None:
@@ -616,8 +616,8 @@ class ChatTemplate:
     def _left_out(self, what: str, remedy: str, example: str = DEFAULT_NAME) -> DocumentError:
         """The error of what the template leaves out; `example` is a template that writes it."""
         return DocumentError(
-            f"{what}, which {self.name} does not write",
-            f"{remedy}, or give a template that writes it (--chat_template {example})",
+            f"{what}, which {self.name} leaves out",
+            f"{remedy}, or give a template that includes it (--chat_template {example})",
         )
 
     @cached_property
@@ -639,8 +639,8 @@ class ChatTemplate:
             return DocumentError("has no assistant turn", "add the answer, or remove it")
         if all(message.content.strip() not in text for message in messages):
             return UsageError(
-                f"{self.name} leaves out what is said; give a Jinja template that writes the"
-                " content of each message"
+                f"{self.name} leaves out the content of messages; give a Jinja template that writes"
+                " the content of each message"
             )
         return UsageError(
             f"{self.name} marks no text of the assistant; put {{% generation %}} and"
@@ -685,9 +685,9 @@ class ChatTemplate:
         header = before.removeprefix(bare).strip()
         if prompt == bare and before.startswith(bare) and header:
             raise UsageError(
-                f"{self.name} writes {shorten_line(header)!r} before an answer, but not where it is"
-                " asked for one; end it with {% if add_generation_prompt %}, this text, and"
-                " {% endif %}"
+                f"{self.name} writes {shorten_line(header)!r} before an answer, but not with"
+                " add_generation_prompt; end it with {% if add_generation_prompt %}, this text,"
+                " and {% endif %}"
             )
 
     def _tokens_in_text(self, texts: Iterable[str]) -> dict[str, int]:
@@ -704,10 +704,10 @@ class ChatTemplate:
         missing = [name for name in SPECIAL_LOOK.findall(text) if name not in self._tokens]
         if missing:
             raise UsageError(
-                f"{self.name} writes {missing[0]}, which is no special token of the tokenizer"
-                f" {self._tokenizer.path}; give a tokenizer that has it, as one learnt with"
-                " --special_tokens, or another template, or, if the model was trained with it as"
-                f" text, put the template beside that file ({TEMPLATE_NAME})"
+                f"{self.name} writes {missing[0]}, which is not a special token of the tokenizer"
+                f" {self._tokenizer.path}; give a tokenizer that has it (train one with"
+                " --special_tokens), give another template, or, if the model was trained with it"
+                f" as text, put the template beside that file ({TEMPLATE_NAME})"
             )
 
 

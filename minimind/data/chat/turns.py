@@ -259,7 +259,7 @@ class Turns:
             at = text.rfind(header, floor, said) if header.strip() else -1
             if at >= 0:
                 return at + len(header)
-        raise self._refusal(turn, "writes it after other text than where it asks for an answer")
+        raise self._refusal(turn, "writes other text before it than where it asks for an answer")
 
     def _end_of_answer(self, text: str, said: int) -> int:
         """Where an answer ends whose text ends at `said`, but for tags; `said` without an end."""
@@ -341,7 +341,7 @@ class Turns:
 
     def _refusal(self, turn: int, what: str) -> DocumentError:
         return DocumentError(
-            f"turn {turn + 1}: {self._name} {what}, so that what is trained on is not known",
+            f"turn {turn + 1}: {self._name} {what}, so that the text to train on is not known",
             "put {% generation %} and {% endgeneration %} around what the assistant writes, or"
             " remove the conversation",
         )

@@ -86,7 +86,7 @@ def _text_tags(source: str, tokenizer: Tokenizer, name: str) -> str:
     """What the start says of tags that are no tokens."""
     tags = tags_of(source, named_tokens(tokenizer), name)
     as_text = [tag for tag in tags if tokenizer.piece_id(tag) is None]
-    return f"; text, as they are no tokens: {', '.join(as_text)}" if as_text else ""
+    return f"; text, as they are not tokens: {', '.join(as_text)}" if as_text else ""
 
 
 def chat_tokenizer(tokenizer: Tokenizer, template: str, name: str, cache_dir: Path) -> Tokenizer:

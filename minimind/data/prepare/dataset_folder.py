@@ -151,8 +151,8 @@ def merge_folder(
         limit = settings["max_bad_fraction"] if max_bad_fraction is None else max_bad_fraction
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{draft / PLAN_NAME}: is of another version or damaged ({error!r}); run `minimind"
-            " prepare` on the text again, which keeps finished units"
+            f"{draft / PLAN_NAME}: was written by another version or is damaged ({error!r}); run"
+            " `minimind prepare` on the text again, which keeps finished units"
         ) from error
     with storing(f"{out}: cannot be written", REMEDY):
         tokenizer = load_tokenizer(draft / TOKENIZER_NAME)

@@ -136,7 +136,7 @@ def no_training_documents(val_fraction: float, documents: int) -> DataError:
     """Return the error for a text without training documents."""
     reason, remedy = "all were bad", "correct the text, or add documents"
     if documents and val_fraction:
-        reason = f"val_fraction = {val_fraction} holds all of them out"
+        reason = f"val_fraction = {val_fraction} holds out all documents"
         remedy = "lower --val_fraction or add documents"
     return DataError(f"no document is left to train on: {reason}; {remedy}")
 

@@ -52,8 +52,8 @@ class Part:
         where = f"source {source.name}: {named(path)}"
         if missing := missing_of(folder):
             raise UsageError(
-                f"{where} is no folder of `minimind prepare` (it has no {missing[0]}); prepare the"
-                " text, and give that folder"
+                f"{where} is not a folder of `minimind prepare` (it has no {missing[0]}); prepare"
+                " the text, and give that folder"
             )
         manifest = read_manifest(folder)
         if CONVERSATIONS in manifest["options"]:

@@ -66,7 +66,7 @@ def require_usable(address: str, share: tuple[int, int] | None, processes: int |
     """Raise UsageError if the address is invalid, or with --shard or --processes."""
     if address != LOCAL and not ADDRESS.fullmatch(address):
         raise UsageError(
-            f"--ray {address}: is no address of a Ray cluster; give auto, HOST:PORT or"
+            f"--ray {address}: is not an address of a Ray cluster; give auto, HOST:PORT or"
             " ray://HOST:PORT, or put --ray behind the paths to start a Ray on this host"
         )
     if share:

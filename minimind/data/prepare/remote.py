@@ -194,8 +194,8 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
         found = filesystem.find(place, detail=True)
         if f"{place.rstrip('/')}/{PLAN_NAME}" in found:
             raise DataError(
-                f"{masked(url)}: is what `minimind prepare` wrote or still writes, not text; name"
-                " the text, or what it has finished alone as --data_path of a run"
+                f"{masked(url)}: is a folder of `minimind prepare` (perhaps unfinished), not text;"
+                " name the text, or give a finished folder alone as --data_path of a run"
             )
         texts = {one.url[len(url) :].strip("/"): one for one in _texts(root, found, place)}
         return [texts[name] for name in _to_train_on(masked(url), [*texts])]
@@ -207,7 +207,7 @@ def _list_text(filesystem: Any, url: str, place: str) -> list[RemoteObject]:
         if not matches:
             matches = filesystem.glob(with_names(place, filesystem.isdir), detail=True)
     except ValueError as error:
-        raise DataError(f"{masked(url)}: is no pattern ({error}); correct it") from error
+        raise DataError(f"{masked(url)}: is not a pattern ({error}); correct it") from error
     folders = {name.rpartition("/")[0] for name, info in matches.items() if info["type"] == "file"}
     ours = {folder for folder in folders if filesystem.exists(f"{folder}/{PLAN_NAME}")}
     for name, info in sorted(matches.items()):
@@ -249,7 +249,8 @@ def _print_folders(wanted: Repository, names: Sequence[str]) -> None:
     if len(tops) > 1 and rank_of(os.environ) == 0:
         some = f"{wanted}/{min(tops)}"
         print(
-            f"note   {wanted}: {', '.join(sorted(tops))} are read; one by {some}", file=sys.stderr
+            f"note   {wanted}: {', '.join(sorted(tops))} are read; to read only one, give {some}",
+            file=sys.stderr,
         )
 
 

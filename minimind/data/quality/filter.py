@@ -171,8 +171,8 @@ def _index(request: FilterRequest, foreign: Sequence[Path], draft: Path) -> None
         documents = documents_of(segments_of(path, sys.maxsize), reading, refuse)
         if not decontamination.write_index(number, (text for text, *_ in documents)):
             raise DataError(
-                f"--decontaminate {path}: no text has {decontamination.config.n_grams} words,"
-                " so nothing can be found by it; give longer texts, or leave it out"
+                f"--decontaminate {path}: no text has {decontamination.config.n_grams} words, so it"
+                " cannot match anything; give longer texts, or leave it out"
             )
 
 
@@ -239,8 +239,8 @@ def _report(
     if not kept["total"]:
         reason, count = documents.most_common(1)[0]
         raise DataError(
-            f"{masked(request.paths[0])}: no document is left of {good + bad:,}, and {reason} is"
-            f" the reason of {count:,}; change the steps"
+            f"{masked(request.paths[0])}: none of {good + bad:,} documents is left, and {count:,}"
+            f" were removed by {reason}; change the steps"
         )
     del documents["rejected"]
     return {

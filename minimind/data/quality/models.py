@@ -101,7 +101,7 @@ def _read(data: mmap.mmap) -> tuple[int, list[str]]:
             skip_quantizer()
 
     if data[:4] != struct.pack("<i", MAGIC):
-        raise ValueError("is no model of fastText")
+        raise ValueError("is not a model of fastText")
     model = read("2i12id")[9]
     if model != SUPERVISED:
         raise ValueError("is a model of fastText without labels, not a supervised one")

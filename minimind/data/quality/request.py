@@ -42,7 +42,7 @@ class Steps:
         """Raise UsageError for a package that is missing, or a name that no package knows."""
         for name in self.rules:
             if name not in RULES:
-                raise UsageError(f"--rules: {name!r} is none of {', '.join(RULES)}; correct it")
+                raise UsageError(f"--rules: {name!r} is not one of {', '.join(RULES)}; correct it")
         _require_package("data filter", "datatrove")
         _require_package("data filter", "zstandard")
         if self.rules_words == "spacy":

@@ -109,7 +109,7 @@ class Batches:
     ) -> None:
         if order.rows_per_step % (micro_batch_rows * data_size):
             raise ValueError(
-                f"rows_per_step = {order.rows_per_step} is no whole number of micro-batches of"
+                f"rows_per_step = {order.rows_per_step} is not a whole number of micro-batches of"
                 f" {micro_batch_rows} rows on {data_size} ranks"
             )
         self.order = order

@@ -106,8 +106,8 @@ def _rows_of(line: str, row_tokens: int, where: str) -> range | None:
     elif match := LINE.fullmatch(line):
         return range(int(match[1]), int(match[2] or match[1]) + 1)
     raise UsageError(
-        f"{where}: {line[:80]!r} is no row (17), range (17:19) or JSON object with a row; correct"
-        " it"
+        f"{where}: {line[:80]!r} is not a row (17), a range (17:19) or a JSON object with a row;"
+        " correct it"
     )
 
 

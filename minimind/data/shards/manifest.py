@@ -201,7 +201,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             raise ValueError("it describes no shards")
         if (version := manifest.get("format_version")) != FORMAT_VERSION:
             raise ValueError(
-                f"it is of version {shown(version)}, this version reads {FORMAT_VERSION}"
+                f"it has version {shown(version)}, this program reads version {FORMAT_VERSION}"
             )
         if seal({k: v for k, v in manifest.items() if k != "sha256"}) != manifest:
             raise ValueError("it does not match its own sha256")
@@ -218,8 +218,8 @@ def changed(path: Path, what: str) -> DataError:
     """The error for a file that is not as the preparation wrote it."""
     folder = path.parent.parent if path.parent.name == TOKENIZER_NAME else path.parent
     return DataError(
-        f"{path}: was changed after it was prepared: {what} that were written; put back what it"
-        f" was, or delete {folder} to build it again"
+        f"{path}: was changed after it was prepared: {what} that were written; restore it, or"
+        f" delete {folder} to build it again"
     )
 
 

@@ -209,8 +209,8 @@ class TokenShards:
                 is_same = False
             if not is_same:
                 raise DataError(
-                    f"{path}: was changed or removed while it was trained on; put back what it was,"
-                    " and run the same command again"
+                    f"{path}: was changed or removed while it was trained on; restore it, and run"
+                    " the same command again"
                 )
 
     def _gather(self, shard: int, starts: np.ndarray, into: np.ndarray, result: np.ndarray) -> None:

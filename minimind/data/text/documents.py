@@ -178,8 +178,8 @@ def _pieces_of(text_field: str) -> list[tuple[str, str | None]]:
 
     def no_template(why: str) -> UsageError:
         return UsageError(
-            f"--text_field {text_field}: is no template of fields ({why}); write names in braces,"
-            " as in '{title}\\n{text}', and other braces twice"
+            f"--text_field {text_field}: is not a template of fields ({why}); write names in"
+            " braces, as in '{title}\\n{text}', and other braces twice"
         )
 
     if not re.search("[{}]", text_field):
@@ -193,7 +193,7 @@ def _pieces_of(text_field: str) -> list[tuple[str, str | None]]:
         name == "" or how or conversion or "[" in (name or "")
         for _, name, how, conversion in parsed
     ):
-        raise no_template("it has braces without a name alone")
+        raise no_template("its braces may hold only a name")
     if all(name is None for _, name, _, _ in parsed):
         raise no_template("it names no field")
     return [(text, name) for text, name, _, _ in parsed]

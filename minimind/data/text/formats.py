@@ -94,8 +94,8 @@ def format_of(path: Path) -> Format:
         if path.name.lower().endswith(suffix):
             return form
     raise DataError(
-        f"{path}: the suffix {path.suffix!r} is none of {KNOWN};"
-        " convert the file, or rename it if it is one of these"
+        f"{path}: the suffix {path.suffix!r} is not one of {KNOWN}; convert the file, or rename it"
+        " if it is one of these"
     )
 
 

@@ -96,8 +96,8 @@ def require_once(files: Sequence[Path], more: str = WEIGHTED) -> None:
 def _named_by(path: Path) -> list[Path]:
     if _is_ours(path):
         raise DataError(
-            f"{path}: is what `minimind prepare` wrote or still writes, not text; name the text,"
-            " or what it has finished alone as --data_path of a run"
+            f"{path}: is a folder of `minimind prepare` (perhaps unfinished), not text; name the"
+            " text, or give a finished folder alone as --data_path of a run"
         )
     if disk.exists(path) or not glob.has_magic(str(path)):
         files = _inputs_of(path)
@@ -302,7 +302,7 @@ def _require_readable(path: Path) -> None:
     if form is None and disk.is_symlink(path):
         raise DataError(f"{path}: is a link to a file that is not there; remove it")
     if form is None and str(path).startswith(HUB_PREFIX):
-        raise DataError(f"{path}: is no local path, nor hf:USER/SET of the Hub; correct it")
+        raise DataError(f"{path}: is neither a local path nor hf:USER/SET of the Hub; correct it")
     if form is None:
         raise DataError(no_such_file(path))
     if form is DATASET:
@@ -381,7 +381,7 @@ def _weight(text: str, where: str) -> float:
 def name_of(name: str, where: str) -> str:
     """The name of a source; raise UsageError if it is none."""
     if not NAME.fullmatch(name):
-        raise UsageError(f"{where}: {name!r} is no name; use letters, digits, '.', '_' and '-'")
+        raise UsageError(f"{where}: {name!r} is not a name; use letters, digits, '.', '_' and '-'")
     return name
 
 

@@ -417,7 +417,8 @@ def _dataset(path: Path) -> Any:
                 raise DataError(f"{file}: is {kind.name}; {kind.remedy}") from error
         # Arrow's errors are ValueErrors; the others come of JSON that has another shape.
         raise DataError(
-            f"{path}: is no dataset that save_to_disk wrote ({first_lines(error)}); write it again"
+            f"{path}: is not a dataset that save_to_disk wrote ({first_lines(error)}); write it"
+            " again"
         ) from error
 
 

@@ -132,7 +132,9 @@ def require_learnable(vocab_size: int, special: Sequence[str] = ()) -> None:
         )
     for at, name in enumerate(special):
         if error := name_error(name, special[:at]):
-            raise UsageError(f"--special_tokens: {name!r} {error}; give another name, or leave it")
+            raise UsageError(
+                f"--special_tokens: {name!r} {error}; give another name, or leave it out"
+            )
     limit = vocab_size - RESERVED_PIECES - SMALLEST_ALPHABET
     if len(special) > limit:
         raise UsageError(
@@ -230,8 +232,8 @@ def read_configuration(path: Path) -> Configuration:
     config, specials = parsed.values()
     if not isinstance(config.get(LISTED) or {}, dict):
         raise DataError(
-            f"{path.with_name(CONFIG_NAME)}: {LISTED!r} is no object of tokens by id; correct it,"
-            " or give another tokenizer"
+            f"{path.with_name(CONFIG_NAME)}: {LISTED!r} is not an object of tokens by id; correct"
+            " it, or give another tokenizer"
         )
     if LISTED in config:  # AutoTokenizer then leaves the other file unread
         files.pop(SPECIALS_NAME, None)

@@ -136,7 +136,7 @@ MISTAKES = [
     ([USER, {**ANSWER, "from": "gpt"}], 'turn 2: has "from", which is not supported'),
     (
         [USER, {**ANSWER, "content": [{"type": "text", "text": "a"}, {"type": "python"}]}],
-        "turn 2: part 2 of its content is not text alone",
+        "turn 2: part 2 of its content is not text, and",
     ),
     (USER, 'has no "conversations" or "messages" but "role", "content"; write {"conversations"'),
     ({"from": "human", "value": "one"}, 'has no "conversations" or "messages" but "from", "value"'),
@@ -148,7 +148,7 @@ MISTAKES = [
     ),
     ({"instruction": "a", "result": "b"}, 'but "instruction", "result"; write'),
     ({"instruction": "a", "input": 7, "output": "b"}, '"input" is a number, not a string'),
-    ({"instruction": "a", "output": "b", "history": ["x"]}, '"history" is no list of questions'),
+    ({"instruction": "a", "output": "b", "history": ["x"]}, '"history" is not a list of questions'),
     ({"question": "a", "answer": ""}, 'turn 2: "answer" is empty'),
     (
         {"prompt": "a", "chosen": [{"role": "user", "content": "b"}, ANSWER]},
@@ -177,8 +177,8 @@ MISTAKES = [
         {"messages": [*turns(("system", "s")), USER, ANSWER], "system": "be good"},
         'has "system" and another system turn; keep one of them',
     ),
-    ({"messages": [USER, ANSWER], "tools": {"name": "f"}}, '"tools" is no list of objects'),
-    ({"messages": [USER, ANSWER], "tools": ["f"]}, '"tools" is no list of objects'),
+    ({"messages": [USER, ANSWER], "tools": {"name": "f"}}, '"tools" is not a list of objects'),
+    ({"messages": [USER, ANSWER], "tools": ["f"]}, '"tools" is not a list of objects'),
     ({"messages": [USER, ANSWER], "tools": "[{"}, '"tools" is cut off'),
     (b'{"messages": [], "tools": [{"name": "f", "name": "g"}]}', '"messages" is an empty list'),
     (
@@ -190,15 +190,15 @@ MISTAKES = [
             "messages": [{**turns(("system", ""))[0], "tools": '[{"name": "f"}]'}, USER, ANSWER],
             "tools": [{"name": "g"}],
         },
-        'has "tools", and others in a turn; keep one of them',
+        'has "tools" beside the turns, and different ones in a turn; keep one of them',
     ),
     (
         {"messages": [USER, ANSWER], "chat_template_kwargs": {"messages": ["x"]}},
-        'chat_template_kwargs has "messages", which no variable can be',
+        'chat_template_kwargs has "messages", which is not a valid name of a variable',
     ),
     (
         {"messages": [USER, ANSWER], "chat_template_kwargs": {"a b": 1}},
-        'chat_template_kwargs has "a b", which no variable can be',
+        'chat_template_kwargs has "a b", which is not a valid name of a variable',
     ),
     (second("two"), "turn 2: is a string, not an object"),
     (second(None), "turn 2: is null, not an object"),
@@ -231,15 +231,15 @@ MISTAKES = [
         second(
             {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}
         ),
-        "turn 2: part 2 of its content is not text alone",
+        "turn 2: part 2 of its content is not text, and",
     ),
     (
         second({"role": "assistant", "content": [{"text": "a"}]}),
-        "part 1 of its content is not text alone",
+        "part 1 of its content is not text, and",
     ),
     (
         second({"role": "assistant", "content": [{"type": "text"}]}),
-        "part 1 of its content is not text alone",
+        "part 1 of its content is not text, and",
     ),
     (
         second({**ANSWER, "tool_calls": [{"id": "x"}]}),
@@ -258,7 +258,7 @@ MISTAKES = [
     (second({**ANSWER, "reasoning_content": 7}), 'turn 2: "reasoning_content" is a number'),
     (
         second({**ANSWER, "reasoning_content": "hm", "reasoning": "so"}),
-        "turn 2: has other text in reasoning_content than in reasoning; keep one of them",
+        "turn 2: has different text in reasoning_content and in reasoning; keep one of them",
     ),
     (second({**ANSWER, "thoughts": ["hm"]}), '"thoughts", which is not supported; remove it, or'),
     (second({**ANSWER, "cot": "hm"}), 'turn 2: has "cot", which is not supported; remove'),
@@ -523,7 +523,7 @@ def test_an_unknown_key_of_a_turn_is_refused(key):
         with pytest.raises(DocumentError, match=f'turn 2: has "{key}", which is not supported'):
             read(second({**ANSWER, key: value}))
         part = {"type": "text", "text": "two", key: value}
-        with pytest.raises(DocumentError, match="part 1 of its content is not text alone"):
+        with pytest.raises(DocumentError, match="part 1 of its content is not text, and"):
             read(second({"role": "assistant", "content": [part]}))
 
 
@@ -541,7 +541,11 @@ def test_variables_of_a_template():
             found = read({"messages": [USER, ANSWER], key: given})
             assert found == ROUND
             assert found.variables == {"enable_thinking": False, "nested": {"a": [1]}}
-    for value, words in ((["x"], "is no object"), ("x", "is not JSON"), ('["x"]', "is no object")):
+    for value, words in (
+        (["x"], "is not an object"),
+        ("x", "is not JSON"),
+        ('["x"]', "is not an object"),
+    ):
         with pytest.raises(DocumentError, match=f'"chat_template_kwargs" {words}'):
             read({"messages": [USER, ANSWER], "chat_template_kwargs": value})
 

@@ -64,7 +64,7 @@ def test_long_conversations_of_both_splits_are_counted(
     assert found["held_out_dropped"] > 2
     assert (found["cut"] > 10) == (found["held_out_cut"] > 2) == (train_on == "assistant")
     assert found["text"] == found["held_out"] + found["in_rows"] + found["cut_off"]
-    of_val = sentence(found).partition(" held out (of them ")[2].partition(")")[0]
+    of_val = sentence(found).partition(" held out (")[2].partition(")")[0]
     for counts, said in ((found["held_out_dropped"], of_val), (found["dropped"], sentence(found))):
         assert f"{counts} dropped, as nothing to train on ends within a row" in said
     assert (f"{found['held_out_cut']} cut at the end" in of_val) == (train_on == "assistant")

@@ -185,9 +185,12 @@ def test_no_piece_of_text_has_a_header_and_content(tokenizer):
         ("{{ messages[0]['content'] + 1 }}", "cannot be rendered (TypeError"),
         ("{{ 1 / 0 }}", "cannot be rendered (ZeroDivisionError"),
         ("{{ messages.__class__.__base__ }}", "cannot be rendered (SecurityError"),
-        ("", "chat.jinja leaves out what is said"),
-        (PARTS, "chat.jinja leaves out what is said"),
-        (PARTS.replace("p['type'] == 'text'", "p.type != 'image'"), "leaves out what is said"),
+        ("", "chat.jinja leaves out the content of messages"),
+        (PARTS, "chat.jinja leaves out the content of messages"),
+        (
+            PARTS.replace("p['type'] == 'text'", "p.type != 'image'"),
+            "leaves out the content of messages",
+        ),
         (
             CHATML.replace("m['content']", "m['content'][0]['text']"),
             "'str object' has no attribute",
@@ -201,19 +204,19 @@ def test_no_piece_of_text_has_a_header_and_content(tokenizer):
         ("{{ raise_exception('no') }}", "refuses the conversation (no), a question and"),
         (
             DEFAULT_TEMPLATE.replace("add_generation_prompt", "false"),
-            "writes '<|assistant|>' before an answer, but not where it is asked for one",
+            "writes '<|assistant|>' before an answer, but not with add_generation_prompt",
         ),
         (CHATML.replace("add_generation_prompt", "false"), r"'<|im_start|>assistant' before"),
         ("{{ messages[0]['content'] }}{% generation %}{% endgeneration %}", "marks no text of the"),
         (
             DEFAULT_TEMPLATE.replace("<|end|>", "<|fin|>"),
-            "writes <|fin|>, which is no special token",
+            "writes <|fin|>, which is not a special token",
         ),
         (
             CHATML.replace("<|im_start|>", "<\uff5cstart\uff5c>"),
             "writes <\uff5cstart\uff5c>, which",
         ),
-        (CHATML.replace("assistant", "model"), "chat.jinja writes it after other text than where"),
+        (CHATML.replace("assistant", "model"), "chat.jinja writes other text before it than"),
         (CHATML.replace("m['content']", "m['content']|upper"), "chat.jinja changes what it says"),
     ],
 )
@@ -227,7 +230,7 @@ def test_templates_that_do_not_fit(tokenizer, source, words):
 def test_a_turn_that_is_left_out_is_refused(tokenizer):
     content = "(m['content'] if loop.last or m['role'] == 'user' else 'cut')"
     template = ChatTemplate(CHATML.replace("m['content']", content), tokenizer)
-    words = "turn 2: has content, which the chat template does not write"
+    words = "turn 2: has content, which the chat template leaves out"
     with pytest.raises(DocumentError, match=words):
         template.encode([*TWO[1:-1], Message("assistant", "the last")])
 
@@ -322,7 +325,7 @@ def test_a_name_that_the_template_leaves_out_is_refused(tokenizer):
         DocumentError, match='turn 1: has "name", which the chat template'
     ) as caught:
         ChatTemplate(DEFAULT_TEMPLATE, tokenizer).encode(named)
-    assert str(caught.value.remedy).endswith("that writes it (--chat_template FILE)")
+    assert str(caught.value.remedy).endswith("that includes it (--chat_template FILE)")
     written = SIMPLE.replace(
         "message['content'] + '<|end|>' }}{% else",
         "(message.name or '') + message['content'] + '<|end|>' }}{% else",

@@ -223,7 +223,7 @@ def test_thoughts_and_calls_between_text_tags(learnt, tmp_path, name):
     folder, draw = folder_of(learnt, tmp_path / "model", "bytes", name, PLAIN[name]), Random(name)
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     if name in ENDLESS:
-        with pytest.raises(UsageError, match="writes no special token after what the assistant"):
+        with pytest.raises(UsageError, match="writes no special token after an answer"):
             ChatTemplate(PLAIN[name], ours)
         return
     template = ChatTemplate(PLAIN[name], ours)
@@ -281,7 +281,7 @@ def test_a_template_without_any_end_of_an_answer_is_refused(learnt, tmp_path):
     source = TEMPLATES["alpaca"].replace("m.content + eos_token", "m.content + '\\n\\n'")
     assert source != TEMPLATES["alpaca"]
     folder = folder_of(learnt, tmp_path / "model", "bytes", "alpaca", source)
-    with pytest.raises(UsageError, match="writes no special token after what the assistant says"):
+    with pytest.raises(UsageError, match="writes no special token after an answer"):
         ChatTemplate(source, load_tokenizer(folder))
 
 
@@ -292,7 +292,7 @@ def test_tokens_are_added_for_a_template_that_is_given_and_is_not_its_own(learnt
     same, other = tmp_path / "same.jinja", tmp_path / "other.jinja"
     same.write_bytes(own.replace("\n", "\r\n").encode() + b"\n")  # as jq or an editor writes it
     other.write_text(own.replace("bos_token", "''") + "{{ '' }}")
-    says = "text, as they are no tokens: <|assistant|>, <|user|>, <|system|>, <|tool|>"
+    says = "text, as they are not tokens: <|assistant|>, <|user|>, <|system|>, <|tool|>"
     for path, added, line in (
         (None, 0, f"template  its own (tokenizer_config.json); {says}"),
         (same, 0, f"template  --chat_template {same}, one of its own; {says}"),
@@ -303,7 +303,7 @@ def test_tokens_are_added_for_a_template_that_is_given_and_is_not_its_own(learnt
         assert after.vocab_size == before.vocab_size + added
         assert said == line
         ChatTemplate(source, after, name)
-    with pytest.raises(UsageError, match="which is no special token of the tokenizer"):
+    with pytest.raises(UsageError, match="which is not a special token of the tokenizer"):
         ChatTemplate(other.read_text(), before)
 
 

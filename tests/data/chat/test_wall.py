@@ -24,7 +24,7 @@ SENTENCES = (
     "a token of the tokenizer, which could forge a turn",
     'turn 2: "content" is empty',
     "drops characters that it has no piece for",
-    "matches other special tokens than are written in it, such as '<",
+    "finds special tokens that the template did not write, such as '<",
     "(UndefinedError: 'bos_token' is undefined)",
     "tokenizer.json: has no token '[PAD]', the pad_token of the files beside it",
 )

@@ -189,11 +189,11 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "nothing named": (["--out", "{out}"], "no text was named; give PATHs"),
     "no out": (["{text}"], "arguments are required: --out"),
     "no such file": (["nowhere.jsonl", "--out", "{out}"], "nowhere.jsonl: there is no such file"),
-    "share": (["{text}", "--out", "{out}", "--shard", "3/3"], "'3/3' is no I/N with I from 0"),
+    "share": (["{text}", "--out", "{out}", "--shard", "3/3"], "'3/3' is not I/N with I from 0"),
     "both": (["--out", "{out}", "--merge", "--shard", "0/3"], "--merge and --shard exclude"),
     "merge of nothing": (["--out", "{out}", "--merge"], ".part: does not exist; run"),
     "source": (["--out", "{out}", "--source", "a.jsonl"], "is not NAME=PATH or NAME=PATH:WEIGHT"),
-    "name": (["--out", "{out}", "--source", "a/b={text}"], "'a/b' is no name; use letters"),
+    "name": (["--out", "{out}", "--source", "a/b={text}"], "'a/b' is not a name; use letters"),
     "weight": (["--out", "{out}", "--source", "a={text}:0"], "weight = 0 is not a number from"),
     "large weight": (
         ["--out", "{out}", "--source", "a={text}:1e308"],

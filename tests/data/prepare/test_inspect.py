@@ -60,7 +60,7 @@ def test_an_index_that_cannot_be_is_reported_though_nothing_is_hashed(
 def test_what_a_folder_lacks_is_named(name: str, out: Path, capsys: pytest.CaptureFixture[str]):
     shutil.rmtree(out / name) if name == "tokenizer" else (out / name).unlink()
     assert main(["data", "inspect", str(out)]) == 3
-    assert f"out: has no {name}, so it is no prepared" in capsys.readouterr().err
+    assert f"out: has no {name}, so it is not prepared" in capsys.readouterr().err
 
 
 def test_another_tokenizer_in_the_folder_is_reported_without_naming_a_flag(

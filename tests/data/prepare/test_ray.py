@@ -149,7 +149,7 @@ def test_a_bad_document_of_a_task_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "report"),
     [
-        (["--ray", "my_text.jsonl"], "--ray my_text.jsonl: is no address of a Ray cluster"),
+        (["--ray", "my_text.jsonl"], "--ray my_text.jsonl: is not an address of a Ray cluster"),
         (["--ray", "--shard", "0/2"], "--ray and --shard were both given"),
         (["--ray", "auto", "--processes", "2"], "--processes 2: --ray auto has the cores"),
         (["--merge", "--ray"], "--merge and --ray exclude one another"),

@@ -145,12 +145,12 @@ def test_a_file_of_rows_is_read_back(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("17\nx\n", ":2: 'x' is no row"),
+        ("17\nx\n", ":2: 'x' is not a row"),
         ("5:3\n", ":1: '5:3' is not in rows 0 to 102"),
         ("103\n", "is not in rows 0 to 102"),
-        ("-1\n", "is no row"),
-        ('{"line": 1}\n', "is no row"),
-        ('{"row": true}\n', "is no row"),
+        ("-1\n", "is not a row"),
+        ('{"line": 1}\n', "is not a row"),
+        ('{"row": true}\n', "is not a row"),
         ('{"row": -1}\n', "is not in rows"),
         ('{"row": 1, "tokens": [1, 2, 3]}\n', "a row of 3 tokens"),
         ("# nothing\n", "has no rows"),

@@ -216,9 +216,9 @@ def test_the_table_has_tokens_and_epochs_of_each_source(order: StagedOrder):
         (
             [{"weights": {"a": 1, "d": 1}}],
             {},
-            "d is no source of the text; the sources are a, b, c",
+            "d is not a source of the text; the sources are a, b, c",
         ),
-        ([{"weights": {"a": 1}}], {"max_epochs": {"e": 1}}, "e is no source of the text"),
+        ([{"weights": {"a": 1}}], {"max_epochs": {"e": 1}}, "e is not a source of the text"),
         ([{"weights": {"a": 1e6, "c": 1}}], {}, "source c has weight 1, which rounds to none of"),
         (
             [{"weights": {"c": 1}}],

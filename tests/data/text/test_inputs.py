@@ -184,7 +184,7 @@ def test_what_a_preparation_wrote_is_no_text(tmp_path):
     write(tmp_path, "all/a.jsonl", "all/made/rejected.jsonl", "all/made/plan.json")
     for given in (tmp_path / "all", tmp_path / "all" / "*", tmp_path / "all" / "**"):
         assert names_of(find_files([given]), tmp_path) == ["all/a.jsonl"]
-    with pytest.raises(DataError, match="made: is what `minimind prepare` wrote"):
+    with pytest.raises(DataError, match="made: is a folder of `minimind prepare`"):
         find_files([tmp_path / "all" / "made"])
 
 

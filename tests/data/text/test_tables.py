@@ -312,7 +312,7 @@ def test_a_damaged_dataset_is_refused(tmp_path):
     ]:
         kept = (path / name).read_bytes()
         (path / name).write_bytes(content)
-        with pytest.raises(DataError, match="no dataset that save_to_disk wrote"):
+        with pytest.raises(DataError, match="is not a dataset that save_to_disk wrote"):
             segments_of(path, 1000)
         (path / name).write_bytes(kept)
     (path / "dataset_dict.json").write_text(json.dumps(["train"]))

@@ -244,9 +244,9 @@ def test_tokens_have_the_names_of_the_configuration(kind: str, models: Any, tmp_
         ({"tokenizer_config.json": "{"}, "tokenizer_config.json: is not JSON"),
         (
             {"tokenizer_config.json": '{"added_tokens_decoder": ["</s>"]}'},
-            "tokenizer_config.json: 'added_tokens_decoder' is no object of tokens by id",
+            "tokenizer_config.json: 'added_tokens_decoder' is not an object of tokens by id",
         ),
-        ({"chat_template.json": "[]"}, "chat_template.json: is no JSON object"),
+        ({"chat_template.json": "[]"}, "chat_template.json: is not a JSON object"),
     ],
 )
 @pytest.mark.parametrize("kind", [MODEL_NAME, "tokenizer.json"])

@@ -297,7 +297,7 @@ def test_conversations_are_measured_between_special_tokens(
         train(flags, out_dir=str(tmp_path / "sft"))
     assert train(flags, out_dir=str(tmp_path / "sft"), allow_lossy_tokenizer=True) == 0
     output = capsys.readouterr().out
-    assert "ignored beside the turns: source\n" in output
+    assert "ignored keys beside the turns: source\n" in output
     assert "lossy    the tokenizer loses" in output
 
 
