@@ -163,7 +163,6 @@ def test_the_names_of_deepspeed_files_are_all_listed():
             r"by seed of nanochat: (.+?) by the pace",
             r"by the pace, (.+?) by the CPU",
         ),
-        ("time_to_loss-2026-11-27-cpu", r"nanochat's seeds after (0\.91.+?) of their", None),
         ("time_to_loss-8m-2026-11-27-cpu", r"nanochat's seeds after (0\.70.+?) of their", None),
     ],
 )
