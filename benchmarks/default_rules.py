@@ -146,7 +146,7 @@ def sweep(plan: Plan, text: str, folder: Path) -> list[dict[str, Any]]:
         spec = {"flags": flags, "dimensions": plan.grid, "sampler": "grid", "pruner": "none"}
         file = folder / f"{plan.name(text)}.yaml"
         file.write_text(yaml.safe_dump(spec), encoding="utf-8")
-        words = [sys.executable, "-m", "minimind", "sweep", str(file), "--out", str(place)]
+        words = [sys.executable, "-m", "minimind", "sweep", str(file), "--out_dir", str(place)]
         subprocess.run([*words, "--parallel", "1"], check=True)
         (place / "done").touch()
     return [line for trial in sorted(place.glob("trial-*")) if (line := read(plan, text, trial))]

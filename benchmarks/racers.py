@@ -205,7 +205,7 @@ def judge(weights: Path, data: Path) -> float:
     """Bits per byte of the held-out documents by `minimind eval`."""
     from minimind.cli.main import main as minimind
 
-    command = ["eval", "--data", str(data), "--batch_size", "16", "--json"]
+    command = ["eval", "--data_path", str(data), "--batch_size", "16", "--json"]
     if (weights / "manifest.json").exists():
         command += ["--checkpoint", str(weights)]
     else:

@@ -57,7 +57,7 @@ KINDS = {
     "tuple": "path, one or more",
     "Path": "path",
 }
-BYTES: dict[Any, str] = {size_in_bytes: "bytes (24GiB)", count_of_bytes: "bytes (4096, 16MiB)"}
+BYTES: dict[Any, str] = {size_in_bytes: "size (24GiB)", count_of_bytes: "bytes (4096, 16MiB)"}
 REPEATS = {"+": ", one or more", "*": ", any number", "?": ""}
 Row = tuple[str, str, str, str]
 

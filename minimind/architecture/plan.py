@@ -40,7 +40,7 @@ from minimind.runtime.installed import LAUNCH
 from minimind.runtime.urls import masked
 
 HEADROOM = 0.1  # share for the CUDA context, the libraries' own buffers and fragmentation
-OWN_FLAGS = ("gpus", "world_size", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
+OWN_FLAGS = ("gpus", "gpu_model", "memory", "peak_tflops", "mfu", "tokens")
 GIB = 2**30
 # Shipped files by stage and offloading of optimizer and parameters; without DeepSpeed: none.
 FILES = {

@@ -76,15 +76,6 @@ class Examined:
     remarks: list[str] = field(default_factory=list)
 
 
-def place_of(positional: str | None, flag: str | None) -> str:
-    """Return the place given, positionally or by --checkpoint; raise UsageError unless one is."""
-    named = [place for place in (positional, flag) if place is not None]
-    if len(named) != 1:
-        number = "two places" if named else "no checkpoint"
-        raise UsageError(f"{number} given; name one run's out_dir, or one step_ directory")
-    return named[0]
-
-
 def is_one(path: Path) -> bool:
     """Whether a directory is one checkpoint, complete or not, and not a run."""
     return disk.exists(path / MANIFEST) or bool(ONE.fullmatch(path.name) and disk.is_dir(path))
@@ -264,7 +255,7 @@ def prune(
         try:
             good = _good_of(root, rules, tell)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; nothing is deleted: give --keep N") from error
+            raise CheckpointError(f"{error}; nothing is deleted: give --keep_last N") from error
         paths = published_checkpoints(root)
         damages = {path: bad for path in paths if (bad := verify(path))}
         newest_valid(paths, damages.get)  # raises if all are damaged, so that nothing is deleted
@@ -295,19 +286,21 @@ def prune(
 
 
 def _rules_of_prune(out_dir: Path, given: Mapping[str, int]) -> Rules:
-    """The rules of a run with some replaced; what a run goes back to is kept unless --keep says."""
+    """The rules of a run with some replaced; without keep_last what it goes back to is kept too."""
     whole = {"keep_last", "keep_every", "keep_best"}
     try:
         rules = rules_of_run(out_dir)
     except CheckpointError as error:
         if {*given} < whole:
             raise CheckpointError(
-                f"{error}; nothing is deleted: restore it, or give --keep, --keep_every and"
+                f"{error}; nothing is deleted: restore it, or give --keep_last, --keep_every and"
                 " --keep_best"
             ) from error
         rules = None
     if rules is None and "keep_last" not in given:
-        raise UsageError(f"{out_dir} has no config.yaml with the rules of its run; give --keep")
+        raise UsageError(
+            f"{out_dir} has no config.yaml with the rules of its run; give --keep_last"
+        )
     rules = rules or Rules(1)
     if "keep_last" in given:
         rules = replace(rules, reach=0, verifies=False)

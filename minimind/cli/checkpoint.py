@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from minimind.checkpoint.directory import Chosen, read_chosen
-from minimind.checkpoint.tools import Listing, list_checkpoints, place_of, prune, verify_checkpoints
-from minimind.cli.command import Command, Group, Output, argument, size_in_bytes
+from minimind.checkpoint.tools import Listing, list_checkpoints, prune, verify_checkpoints
+from minimind.cli.command import PLACES, Group, OfPlace, OfPlaces, Output, argument, size_in_bytes
 from minimind.cli.model import OfWeights
 from minimind.config.names import no_run
 from minimind.errors import CheckpointError, UsageError
@@ -29,26 +29,8 @@ T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class OfPlace(Command):
-    """A command on a run or on one of its checkpoints."""
-
-    is_subject: ClassVar = True
-    origins: ClassVar = {"place": CheckpointError}
-    place: str | None = argument(None, nargs="?", metavar="PLACE", is_positional=True)
-    """a run's out_dir, or a step_ directory"""
-    checkpoint: str | None = argument(None, metavar="PLACE")
-    """same as PLACE without a flag"""
-
-    def named(self) -> str:
-        """The path that is given, in either way; UsageError for none or two."""
-        place = place_of(self.place, self.checkpoint)
-        _require_runs([place], "" if self.checkpoint is None else "--checkpoint ")
-        return place
-
-
-@dataclass(kw_only=True)
 class List(OfPlace):
-    """List checkpoints, newest first, and why each is kept; then those set aside or unfinished."""
+    """List checkpoints, newest first, and why each is kept; unfinished ones come last."""
 
     example = "minimind checkpoint list out"
     verify: bool = argument(False)
@@ -58,7 +40,7 @@ class List(OfPlace):
 
     def execute(self) -> None:
         """Print one line per checkpoint."""
-        place = self.named()
+        place = _named(self)
         with storing(place, REMEDY):
             checkpoints = list_checkpoints(place, self.verify, _tell)
         if self.json:
@@ -89,13 +71,13 @@ def _row(listing: Listing) -> tuple[str, ...]:
 
 @dataclass(kw_only=True)
 class Verify(OfPlace):
-    """Verify the hash and the content of every file; status 4 for any damage."""
+    """Verify the hash and the content of every file; the status is 4 for any damage."""
 
     example = "minimind checkpoint verify out"
 
     def execute(self) -> int:
         """Print all damage; return 4 if there is any."""
-        place = self.named()
+        place = _named(self)
         is_damaged = False
         with storing(place, REMEDY):
             for path, faults, remarks in verify_checkpoints(place):
@@ -108,22 +90,21 @@ class Verify(OfPlace):
 
 
 @dataclass(kw_only=True)
-class Diff(Command):
-    """Compare two checkpoints; status 0 if they are equal, else 1."""
+class Diff(OfPlaces):
+    """Compare two checkpoints; the status is 0 if they are equal, else 1."""
 
     example = "minimind checkpoint diff out/a out/b"
-    origins: ClassVar = {"places": CheckpointError}
-    places: list[str] = argument(nargs="+", metavar="PLACE", is_positional=True)
+    place: Any = argument((), **PLACES)
     """two out_dirs or step_ directories"""
 
     def execute(self) -> int:
         """Print every difference between two checkpoints; return 1 if there is any."""
-        if len(self.places) != 2:
-            raise UsageError(f"diff takes two checkpoints, not {len(self.places)}; name two")
-        _require_runs(self.places)
+        if len(self.checkpoint) != 2:
+            raise UsageError(f"diff takes two checkpoints, not {len(self.checkpoint)}; name two")
+        _require_runs(self.checkpoint, self.typed)
         from minimind.checkpoint.reader import compare  # imports torch
 
-        first, second = self.places
+        first, second = self.checkpoint
         a, b, lines = _read(first, lambda a: _read(second, lambda b: (a, b, list(compare(a, b)))))
         print(f"{a} -> {b}")
         for line in lines or ["equal: what the runs are, counters and every tensor"]:
@@ -143,7 +124,6 @@ class Whole(OfWeights, Output):
 
     def write(self, places: Sequence[str]) -> None:
         """Write the mean of the weights of the checkpoints, and print a summary."""
-        _require_runs(places)
         from minimind.interop.export import consolidate, output
 
         output(self.out, self.force, self.author).require_free()  # before files are hashed
@@ -166,7 +146,7 @@ class Whole(OfWeights, Output):
 
 
 @dataclass(kw_only=True)
-class Consolidate(OfPlace, Whole):
+class Consolidate(Whole, OfPlace):
     """Merge the shards into safetensors files, after verifying their hashes."""
 
     example = "minimind checkpoint consolidate out --out out/whole"
@@ -174,47 +154,47 @@ class Consolidate(OfPlace, Whole):
 
     def execute(self) -> None:
         """Write one checkpoint as whole tensors and print a summary."""
-        self.write([self.named()])
+        self.write([_named(self)])
 
 
 @dataclass(kw_only=True)
-class Average(Whole):
+class Average(Whole, OfPlaces):
     """Write the mean of the weights of several checkpoints as safetensors files."""
 
     example = "minimind checkpoint average out/a out/b --out out/mean"
-    origins: ClassVar = {"places": CheckpointError}
     author = "average"
-    places: list[str] = argument(nargs="+", metavar="PLACE", is_positional=True)
+    place: Any = argument((), **PLACES)
     """out_dirs or step_ directories, two or more"""
 
     def execute(self) -> None:
         """Write the mean of the weights of several checkpoints and print a summary."""
-        if len(self.places) < 2:
+        if len(self.checkpoint) < 2:
             raise UsageError("average takes two checkpoints or more, not 1; name another")
-        self.write(self.places)
+        _require_runs(self.checkpoint, self.typed)
+        self.write(self.checkpoint)
 
 
 @dataclass(kw_only=True)
 class Prune(OfPlace):
-    """Delete older checkpoints and leftovers; status 8 while the run is active."""
+    """Delete older checkpoints and leftovers; the status is 8 while the run is active."""
 
-    example = "minimind checkpoint prune out --keep 2 --dry_run"
-    keep: int | None = argument(None, ge=1)
-    """newest valid checkpoints to keep (default: as the run)"""
+    example = "minimind checkpoint prune out --keep_last 2 --dry_run"
+    keep_last: int | None = argument(None, ge=1)
+    """number of newest valid checkpoints to keep (default: as in the run)"""
     keep_every: int | None = argument(None, ge=0)
-    """also keep multiples of this step; 0: none (default: as the run)"""
+    """also keep multiples of this step; 0: none (default: as in the run)"""
     keep_best: int | None = argument(None, ge=0)
-    """also keep this many by validation loss; 0: none (default: as the run)"""
+    """also keep this many by validation loss; 0: none (default: as in the run)"""
     dry_run: bool = argument(False)
     """only print what would be deleted"""
 
     def execute(self) -> None:
         """Delete old checkpoints and print each."""
-        place = self.named()
+        place = _named(self)
         done = "would delete" if self.dry_run else "deleted"
         count, total = 0, 0
-        named = {"keep_last": self.keep, "keep_every": self.keep_every, "keep_best": self.keep_best}
-        given = {name: number for name, number in named.items() if number is not None}
+        rules = {name: getattr(self, name) for name in ("keep_last", "keep_every", "keep_best")}
+        given = {name: number for name, number in rules.items() if number is not None}
         with storing(place, REMEDY):
             for pruned in prune(place, given, self.dry_run, _tell):
                 if pruned.stays:
@@ -226,7 +206,13 @@ class Prune(OfPlace):
         print(f"{done} {count} directories, {mebibytes(total)}" if count else "nothing to delete")
 
 
-def _require_runs(places: Sequence[str], flag: str = "") -> None:
+def _named(command: OfPlace) -> str:
+    """The place of a command; CheckpointError if it is not there, or is of no run."""
+    _require_runs([command.checkpoint], command.typed)
+    return command.checkpoint
+
+
+def _require_runs(places: Sequence[str], flag: str) -> None:
     for place in places:
         if fault := no_run(place, flag):
             raise CheckpointError(fault)
@@ -252,7 +238,7 @@ def _read_all(places: Sequence[str], use: Callable[[list[Path]], T]) -> T:
 
 
 CHECKPOINT = Group(
-    "Contents of a run's folder, and whether they are intact. No GPU is needed.",
+    "List, verify, compare, merge or delete the checkpoints of a run. No GPU is needed.",
     "minimind checkpoint verify out",
     {
         "list": List,

@@ -32,6 +32,7 @@ from minimind.runtime.durable_files import require_writable, storing, why_unwrit
 
 NUMBERS: dict[str, type] = {"int": int, "float": float}
 MOST_READ = 2**24  # characters of a file that may be replaced
+MOST_BYTES = 2**50  # of an amount; a number of bytes in place of GiB is more
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Command(ABC):
     origins: ClassVar[Mapping[str, type[RunError]]] = {}  # where `config.paths.ORIGINS` has others
     adds_help: ClassVar[bool] = True
     # Whether the fields that this class itself declares name what the command acts on, and so are
-    # first in its help.
+    # first in its help, those of a base before those of its subclass.
     is_subject: ClassVar[bool] = False
     debug: bool = argument(False)
     """show tracebacks"""
@@ -126,6 +127,66 @@ class OfRunFlags(Command):
     """A command that takes the flags of a run besides its own."""
 
     run_flags: list[str] = field(init=False)  # the words that are none of its own
+
+
+def non_empty(text: str) -> str:
+    """Return the text; raise if it is empty, which would mean the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, as of a variable that is not set")
+    return text
+
+
+# Attributes of `place`, for a command that describes it in other words.
+PLACE: dict[str, Any] = {"parse": non_empty, "nargs": "?", "metavar": "RUN", "is_positional": True}
+PLACES: dict[str, Any] = {**PLACE, "nargs": "*"}
+
+
+@dataclass(kw_only=True)
+class OfPlace(Command):
+    """A command on a run or on one of its checkpoints, as RUN or as --checkpoint RUN."""
+
+    is_subject: ClassVar = True
+    other_than_place: ClassVar[str] = ""  # the argument that may be given instead
+    place: Any = argument(None, **PLACE)
+    """a run's out_dir, or a step_ directory"""
+    checkpoint: Any = argument(None, parse=non_empty, metavar="RUN")
+    """same as RUN without a flag"""
+
+    def __post_init__(self) -> None:
+        """Let `checkpoint` be the place that is given in either way; raise UsageError for both."""
+        if self.place and self.checkpoint:
+            raise UsageError("RUN and --checkpoint RUN are both given; drop one of them")
+        self.checkpoint = self.checkpoint or self.place
+
+    @property
+    def typed(self) -> str:
+        """What precedes the place on the command line."""
+        return "" if self.place else "--checkpoint "
+
+    def require_combined(self) -> None:
+        """Raise UsageError also if there is no place, and nothing instead of it."""
+        super().require_combined()
+        if not (self.checkpoint or getattr(self, self.other_than_place, None)):
+            one = arguments_of(type(self))["place"].docstring
+            other = f", or --{self.other_than_place}" if self.other_than_place else ""
+            raise UsageError(f"no RUN is given; name {one}{other}")
+
+
+@dataclass(kw_only=True)
+class OfPlaces(OfPlace):
+    """A command on several of them."""
+
+    place: Any = argument((), **PLACES)
+    checkpoint: Any = argument((), parse=non_empty, nargs="+", metavar="RUN")
+
+
+@dataclass(kw_only=True)
+class OfRun(OfPlace):
+    """A command on a run, not on one of its checkpoints."""
+
+    origins: ClassVar = dict.fromkeys(("place", "checkpoint"), StorageError)
+    place: Any = argument(None, **PLACE)
+    """a run's out_dir"""
 
 
 @dataclass(kw_only=True)
@@ -184,14 +245,15 @@ class Cached(Command):
     """A command that fetches objects of storage; see `runtime.object_cache.open_cache`."""
 
     cache_dir: str = shared("cache_dir", metavar="DIR")
-    """cache of what is fetched from URLs"""
+    """folder that caches what is fetched from URLs"""
     max_cache_gib: float | None = shared("max_cache_gib")
 
 
 def arguments_of(command: type[Command]) -> dict[str, Argument]:
     """The arguments of a command, in the order of its help: its subject, its own, its bases'."""
     by_name = {f.name: f for f in fields(command) if f.init}
-    owners = sorted(command.__mro__, key=lambda owner: not vars(owner).get("is_subject"))
+    subjects = [owner for owner in command.__mro__ if vars(owner).get("is_subject")]
+    owners = [*reversed(subjects), *(owner for owner in command.__mro__ if owner not in subjects)]
     arguments: dict[str, Argument] = {}
     for owner in owners:
         for name in inspect.get_annotations(owner):
@@ -305,28 +367,24 @@ def _type_of(row: Argument) -> Callable[[str], Any]:
 # Values of `parse`.
 
 
-def size_in_bytes(text: str) -> int:
-    """Parse `24GiB`, `24GB` or `24G`; a bare number counts GiB, of a million or more bytes."""
-    if re.fullmatch(r"[1-9]\d{6,15}", text.strip()):
-        return int(text)
-    form = r"(\d{1,12}(?:\.\d+)?) *(?:([KMGT])(i?B)?)?"
-    match = re.fullmatch(form, text.strip(), re.IGNORECASE)
-    if not match or float(match[1]) == 0:
+def _amount(text: str, unit: str) -> int:
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?) *([KMGT]i?B?|B)?", text.strip(), re.IGNORECASE)
+    number, unit = (match[1], (match[2] or unit).upper()) if match else ("0", "B")
+    base = 1000 if re.fullmatch("[KMGT]B", unit) else 1024
+    size = float(number) * base ** "BKMGT".index(unit[0])
+    if not 1 <= size < MOST_BYTES or (unit == "B" and not size.is_integer()):
         raise argparse.ArgumentTypeError(f"{text!r} is no amount such as 24GiB, 80G or 512MiB")
-    base = 1000 if (match[3] or "").lower() == "b" else 1024
-    return int(float(match[1]) * base ** ("KMGT".index((match[2] or "G").upper()) + 1))
+    return int(size)
+
+
+def size_in_bytes(text: str) -> int:
+    """Parse `24GiB`, `24GB` or `24G`; a bare number counts GiB."""
+    return _amount(text, "GiB")
 
 
 def count_of_bytes(text: str) -> int:
-    """Parse a number of bytes, bare or with a unit."""
-    return int(text) if text.isdecimal() and int(text) else size_in_bytes(text)
-
-
-def non_empty(text: str) -> str:
-    """Return the text; raise if it is empty, which would mean the current directory."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty, as of a variable that is not set")
-    return text
+    """Parse the same; a bare number counts bytes."""
+    return _amount(text, "B")
 
 
 def non_empty_path(text: str) -> Path:
@@ -368,7 +426,7 @@ METAVARS: dict[Any, str] = {
     "int": "INT",
     "float": "FLOAT",
     "Path": "PATH",
-    size_in_bytes: "BYTES",
+    size_in_bytes: "SIZE",
     count_of_bytes: "BYTES",
     non_empty_path: "PATH",
 }

@@ -10,7 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.cli.command import Cached, Group, Output, argument, count_of_bytes, shared, utf8
+from minimind.cli.command import (
+    Cached,
+    Group,
+    OfRun,
+    Output,
+    argument,
+    count_of_bytes,
+    shared,
+    utf8,
+)
 from minimind.cli.filter import Filter
 from minimind.errors import DataError, Interrupted, UsageError
 from minimind.runtime import disk
@@ -52,32 +61,33 @@ class Prepare(Cached, Output):
 
     example = "minimind prepare my_text.jsonl --out dataset/tokens"
     paths: list[str] = argument((), nargs="*", metavar="PATH", is_positional=True)
-    """files, directories, globs, dataset directories"""
+    """text files, directories, globs or dataset directories"""
     data_path: list[str] = argument((), nargs="+", metavar="PATH")
     """more text, as PATH"""
     source: list[str] | None = argument(None, repeats="SOURCE", metavar="NAME=PATH")
-    """a named source of text, or NAME=PATH:WEIGHT; repeat it for more sources or more paths of
-    one"""
+    """a named source of text, also as NAME=PATH:WEIGHT; repeat the flag for more sources, or for
+    more paths of one"""
     sources: Path | None = argument(None)
-    """YAML file: {NAME: {paths: [...], weight: 2}}"""
+    """YAML file of sources: {NAME: {paths: [...], weight: 2}}"""
     tokenizer: str | None = argument(None, metavar="PATH")
     """tokenizer, a file or a directory (default: train one on the text)"""
     vocab_size: int | None = shared("vocab_size", default=None, ge=1, le=None)
-    """pieces of a trained tokenizer"""
+    """number of pieces of a trained tokenizer"""
     val_fraction: float | None = shared("val_fraction", default=None)
     val_path: str | None = argument(None, parse=utf8, metavar="PATH")
-    """text that is held out in place of a fraction; auto: validation parts of folders"""
+    """text that is used for validation only, instead of --val_fraction; auto takes the validation
+    parts of folders"""
     text_field: str | None = shared("text_field", default=None, parse=utf8, metavar="NAME")
     max_document_bytes: int | None = argument(None, parse=count_of_bytes)
-    """longest document in bytes of UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer,
-    8MiB with a SentencePiece model that is not plain BPE: these encode a document at once)"""
+    """maximum bytes of a document in UTF-8 (default: 64MiB; 2MiB with a Hugging Face --tokenizer,
+    8MiB with a SentencePiece model that is not plain BPE, since these encode a document at once)"""
     on_bad_data: str | None = shared("on_bad_data", default=None)
     max_bad_fraction: float | None = shared("max_bad_fraction", default=None)
     """fraction of the documents that may be bad"""
     allow_lossy_tokenizer: bool = argument(False)
     """go on although the tokenizer loses more than 0.1 % of the text of a source"""
     shard: tuple[int, int] | None = argument(None, parse=_share, metavar="I/N")
-    """encode share I (from 0) of N, do not merge"""
+    """encode share I (from 0) of N, and do not merge"""
     merge: bool = argument(
         False,
         excludes={
@@ -93,7 +103,8 @@ class Prepare(Cached, Output):
     processes: int | None = argument(None, ge=1)
     """tokenizing processes (default: one per 8 cores)"""
     ray: str | None = argument(None, nargs="?", const="local", metavar="ADDRESS")
-    """encode on Ray: a cluster (auto, HOST:PORT, ray://HOST:PORT), or this host"""
+    """encode on Ray: on a cluster (auto, HOST:PORT, ray://HOST:PORT), or without a value on this
+    host"""
 
     def execute(self) -> int:
         """Prepare and print a summary; raise Interrupted, naming what Ctrl-C leaves."""
@@ -248,13 +259,13 @@ def _print_sources(sources: list[dict[str, Any]]) -> None:
 
 @dataclass(kw_only=True)
 class Inspect(Cached):
-    """Counts, lengths, duplicates and rows; status 3 if a file has changed."""
+    """Print counts, lengths, duplicates and rows; the status is 3 if a file has changed."""
 
     example = INSPECT
     directory: str = argument(metavar="DIR", is_positional=True)
     """a folder that `minimind prepare` wrote, or its URL"""
     rows: int = argument(3, ge=0)
-    """rows shown as text"""
+    """number of rows shown as text"""
     row_tokens: int = argument(128, ge=1)
     """tokens shown per row"""
     no_verify: bool = argument(False)
@@ -321,7 +332,7 @@ def _steps(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def _place(text: str) -> tuple[str, int]:
+def _line(text: str) -> tuple[str, int]:
     file, _, line = text.rpartition(":")
     if not (file and line.isdecimal() and int(line)):
         raise argparse.ArgumentTypeError(f"{text!r} is no FILE:LINE with lines from 1")
@@ -329,22 +340,20 @@ def _place(text: str) -> tuple[str, int]:
 
 
 @dataclass(kw_only=True)
-class OfRun(Cached):
+class OfText(OfRun, Cached):
     """A command that looks up the text of a run."""
 
-    data: str | None = argument(None, metavar="DIR")
+    data_path: str | None = argument(None, metavar="DIR")
     """folder or URL of the prepared text, if it is not where the run read it"""
     json: bool = argument(False)
     """print a JSON object"""
 
 
 @dataclass(kw_only=True)
-class At(OfRun):
-    """Rows, documents, files and lines that a step of a run reads."""
+class At(OfText):
+    """List the rows, documents, files and lines that a step of a run reads."""
 
     example = "minimind data at out/mine --step 1200 --text"
-    run: Path = argument(metavar="RUN", is_positional=True)
-    """the run's out_dir"""
     step: int | None = argument(None, ge=1, excludes={"steps": "they are one question each"})
     """step whose rows are listed, as in the log"""
     steps: range | None = argument(
@@ -356,9 +365,9 @@ class At(OfRun):
     rows: bool = argument(
         False, excludes=dict.fromkeys(("text", "json", "top", "rank"), "row numbers stand alone")
     )
-    """print the rows of the steps, as a file for --skip_rows"""
+    """print the rows of the steps in the form of a --skip_rows file"""
     top: int | None = argument(None, ge=1, needs="steps", unset=10)
-    """documents that are listed"""
+    """maximum documents listed"""
     text: bool = argument(False)
     """print the text as well"""
 
@@ -369,13 +378,11 @@ class At(OfRun):
 
 
 @dataclass(kw_only=True)
-class Where(OfRun):
-    """Steps of a run that read a document."""
+class Where(OfText):
+    """List the steps of a run that read a document."""
 
     example = "minimind data where out/mine my_text.jsonl:512"
-    run: Path = argument(metavar="RUN", is_positional=True)
-    """the run's out_dir"""
-    place: tuple[str, int] = argument(parse=_place, metavar="FILE:LINE", is_positional=True)
+    line: tuple[str, int] = argument(parse=_line, metavar="FILE:LINE", is_positional=True)
     """file of the text and line; of a table the row"""
 
     def execute(self) -> int:
@@ -394,8 +401,8 @@ def _at(args: At, cache: ObjectCache) -> int:
         return _print_rows(args, steps) if args.rows else _print_suspects(args, steps, cache)
     if args.step is None:
         raise UsageError("no step was named; give --step N or --steps A:B")
-    stretch = _read_run(args.run).at(args.step)
-    documents = documents_of(stretch, args.data, cache)
+    stretch = _read_run(Path(args.checkpoint)).at(args.step)
+    documents = documents_of(stretch, args.data_path, cache)
     rows = rows_at(stretch, documents, args.step, args.rank)
     numbers = {part.document for row in rows for part in row.parts}
     places = documents.places(numbers)
@@ -431,7 +438,7 @@ def _print_rows(args: At, steps: range) -> int:
     """Print the rows of steps, as a file for --skip_rows."""
     from minimind.data.rows.skip_rows import skip_rows_text
 
-    log = _read_run(args.run)
+    log = _read_run(Path(args.checkpoint))
     stretches = [log.at(step) for step in steps]
     if len(kinds := {(one.data["fingerprint"], one.row_tokens) for one in stretches}) > 1:
         raise UsageError(
@@ -451,14 +458,14 @@ def _print_suspects(args: At, steps: range, cache: ObjectCache) -> int:
     from minimind.recovery.documents import place_json
     from minimind.recovery.step_rows import documents_of, suspects
 
-    log = _read_run(args.run)
+    log = _read_run(Path(args.checkpoint))
     texts = log.texts(steps)
     if len(texts) > 1:
         raise UsageError(
             f"--steps {steps.start}:{steps.stop - 1}: the run read other text from step"
             f" {texts[1][0].steps.start} on; give steps of one text"
         )
-    documents = documents_of(texts[0][-1] if texts else log.at(steps.start), args.data, cache)
+    documents = documents_of(texts[0][-1] if texts else log.at(steps.start), args.data_path, cache)
     found, high, logged = suspects(log, documents, steps)
     listed = found[: args.in_force("top")]
     places = documents.places(suspect.document for suspect in listed)
@@ -485,12 +492,12 @@ def _where(args: Where, cache: ObjectCache) -> int:
     from minimind.recovery.documents import place_json
     from minimind.recovery.step_rows import documents_of, steps_reading
 
-    file, line = args.place
-    log = _read_run(args.run)
+    file, line = args.line
+    log = _read_run(Path(args.checkpoint))
     texts = [stretches[-1] for stretches in log.texts()] or [log.at(1)]
     unknown, places = None, []
     for stretch in texts:
-        documents = documents_of(stretch, args.data if len(texts) == 1 else None, cache)
+        documents = documents_of(stretch, args.data_path if len(texts) == 1 else None, cache)
         try:
             found, number = documents.find(file, line)
         except UsageError as error:  # the file may be part of another text
@@ -561,7 +568,7 @@ def _print_faults(documents: Documents) -> None:
 
 
 DATA = Group(
-    "Filter text; inspect prepared data; the text behind a step of a run.",
+    "Filter text, inspect prepared data, or find the text of a step of a run.",
     INSPECT,
     {"inspect": Inspect, "filter": Filter, "at": At, "where": Where},
 )

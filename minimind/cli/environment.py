@@ -21,17 +21,17 @@ SEVERITIES = ("refused", "may fail", "slow", "missing")
 
 @dataclass(kw_only=True)
 class Env(Command):
-    """Versions and hardware for a bug report, and which settings are slow or refused here.
+    """Print versions and hardware for a bug report, and which settings are slow or refused here.
 
-    The hardware is GPUs, compilers, network and disk of this host. No host, user or address is
-    named.
+    The hardware is GPUs, compilers, network and disk of this host. The output contains no host
+    name, user name or address: it is safe to paste into an issue.
     """
 
     example = "minimind env --out_dir out"
     out_dir: Path = argument(Path("out"), metavar="DIR")
     """folder whose disk is timed; nothing is left there"""
     brief: bool = argument(False)
-    """only the build of torch, and why it cannot use the GPUs"""
+    """print only the build of torch, and why it cannot use the GPUs"""
 
     def execute(self) -> None:
         """Print the facts and what follows from them."""

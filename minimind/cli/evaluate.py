@@ -56,14 +56,14 @@ CONVERSATIONS = {"task=sft": "--task sft reads conversations"}
 
 @dataclass(kw_only=True)
 class Eval(OfChat, Cached):
-    """Loss and perplexity of a model on text or conversations; tasks of lm-eval.
+    """Measure loss and perplexity on text or conversations, or run tasks of lm-eval.
 
     Text also has bits per byte; the perplexity of conversations is per target. Results are per
     source and in total, in one process or several: torchrun --nproc-per-node 2 -m minimind eval ...
     """
 
-    example = "minimind eval --checkpoint out --data held_out.jsonl"
-    data: list[str] = argument(
+    example = "minimind eval --checkpoint out --data_path held_out.jsonl"
+    data_path: list[str] = argument(
         (),
         nargs="+",
         excludes={"lm_eval": "each says what is scored; --tasks takes both"},
@@ -80,9 +80,9 @@ class Eval(OfChat, Cached):
     batch_size: int = argument(8, ge=1)
     """windows per batch"""
     max_seq_len: int | None = argument(None, ge=1, excludes=TASKS)
-    """tokens of a window (default: the positions of the model, or the longest conversation)"""
+    """tokens per window (default: the model's context length, or the longest conversation)"""
     max_rows: int | None = argument(None, ge=1, excludes={**TASKS, **CONVERSATIONS})
-    """windows per source, spread over its text (default: all)"""
+    """maximum windows per source, spread over its text (default: all)"""
     doc_mask: bool = argument(True, excludes={**TASKS, **CONVERSATIONS})
     """evaluate each document separately; off: packed rows"""
     task: str = argument("pretrain", choices=("pretrain", "sft"), excludes=TASKS)
@@ -94,7 +94,7 @@ class Eval(OfChat, Cached):
         excludes=TASKS,
         unset="assistant",
     )
-    """the targets, as in training"""
+    """turns on which the loss is computed, as in training"""
     chat_template: str | None = argument(
         None, parse=non_empty, needs="task=sft", excludes=TASKS, metavar="FILE"
     )
@@ -105,13 +105,13 @@ class Eval(OfChat, Cached):
     template_date: str | None = argument(
         None, parse=iso_date, needs="task=sft", excludes=TASKS, unset="2024-07-26", metavar="DATE"
     )
-    """the date that strftime_now gives a chat template, as in training"""
+    """date shown to chat templates that print today's date, as in training"""
     text_field: str = shared(
         "text_field", parse=utf8, excludes={**TASKS, **CONVERSATIONS}, metavar="NAME"
     )
     """field or column of the text"""
     max_document_bytes: int | None = argument(None, parse=count_of_bytes, excludes=TASKS)
-    """longest document of raw text (default: 64MiB, less with some tokenizers)"""
+    """maximum bytes of a document of raw text (default: 64MiB, less with some tokenizers)"""
     on_bad_data: str = shared("on_bad_data", excludes=TASKS)
     """stop at a bad document (error), or skip and report it"""
     max_bad_fraction: float = shared("max_bad_fraction", excludes=TASKS)
@@ -124,7 +124,7 @@ class Eval(OfChat, Cached):
     json: bool = argument(False)
     """print a JSON object"""
     lm_eval: list[str] = argument((), nargs="+", parse=non_empty, metavar="TASK")
-    """tasks of lm-eval-harness, instead of --data"""
+    """tasks of lm-eval-harness, instead of --data_path"""
     include_path: str | None = argument(None, parse=non_empty, needs="lm_eval", metavar="DIR")
     """folder of tasks of your own"""
     chat: bool = argument(False, needs="lm_eval", excludes={"tasks": TASKS["tasks"]})
@@ -138,21 +138,22 @@ class Eval(OfChat, Cached):
         excludes={"lm_eval": "--tasks takes the tasks of both"},
         metavar="NAME",
     )
-    """tasks as --eval_tasks of training names them, scored as in training; --data is the text that
-    they are made of (default: the held-out text of the checkpoint's run)"""
+    """tasks, named and scored as by --eval_tasks in training; they are made from the text of
+    --data_path (default: the held-out text of the checkpoint's run)"""
     dtype: str = argument(
         "float32",
         choices=("float32", "bfloat16", "float16"),
         needs="tasks",
         excludes={"lm_eval": "--dtype is for --tasks"},
     )
-    """precision; that of a run gives the scores that it logged"""
+    """precision of the model; with the --dtype of a run the scores are those that it logged"""
 
     def execute(self) -> None:
         """Evaluate a model; of several processes only the first one prints."""
-        if not (self.data or self.lm_eval or self.tasks):
+        if not (self.data_path or self.lm_eval or self.tasks):
             raise UsageError(
-                "there is nothing to evaluate; give --data TEXT, --tasks TASK, or --lm_eval TASK"
+                "there is nothing to evaluate; give --data_path TEXT, --tasks TASK, or --lm_eval"
+                " TASK"
             )
         if self.limit is not None and not (self.lm_eval or self.tasks):
             raise UsageError(
@@ -181,7 +182,7 @@ def _score(args: Eval, cache: ObjectCache, device: str, rank: int) -> None:
     from minimind.inference.chat import template_of
     from minimind.inference.score import part_of_conversations, score
 
-    local = local_data(args.data, cache)
+    local = local_data(args.data_path, cache)
     model, tokenizer, path = args.load()
     template = template_of(tokenizer, args.chat_template, path) if args.task == "sft" else None
     _set_documents(model, template is not None)
@@ -300,20 +301,22 @@ def _score_lm_eval(args: Eval, device: str, processes: int) -> None:
 def _held_out(
     args: Eval, path: Path, cache: ObjectCache, opened: tuple[Any, ...]
 ) -> tuple[Prepared, str]:
-    """The text of --data, or of the run of a checkpoint, and its split."""
+    """The text of --data_path, or of the run of a checkpoint, and its split."""
     from minimind.checkpoint.directory import step_of
     from minimind.data.prepare.prepared import is_prepared
     from minimind.data.prepare.remote import local_data
     from minimind.recovery.step_rows import documents_of, read_run
 
-    if args.data:
-        if len(args.data) > 1:
-            raise UsageError(f"--tasks reads one text, and --data names {len(args.data)}; give one")
-        ((place, paths),) = local_data(args.data, cache).items()
+    if args.data_path:
+        if len(args.data_path) > 1:
+            raise UsageError(
+                f"--tasks reads one text, and --data_path names {len(args.data_path)}; give one"
+            )
+        ((place, paths),) = local_data(args.data_path, cache).items()
         split = "train" if not is_prepared(paths[0]) or args.split == "train" else "val"
         return _open_data(place, paths, *opened), split
     if args.checkpoint is None:
-        raise UsageError("--tasks of held-out text needs --data with --model; name some text")
+        raise UsageError("--tasks of held-out text needs --data_path with --model; name some text")
     log = read_run(path.parents[1])
     stretch = log.at(step_of(path))
     return documents_of(stretch, cache=cache).prepared, "val"
@@ -436,7 +439,7 @@ def _parts(place: str, prepared: Prepared, is_folder: bool, length: int, args: E
     names = (place,) * len(sources)
     if is_folder:
         splits = SPLITS[args.in_force("split")]
-        prefix = f"{place}:" if len(args.data) > 1 else ""
+        prefix = f"{place}:" if len(args.data_path) > 1 else ""
         names = tuple(prefix + source["name"] for source in sources)
     parts = []
     for split in splits:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from minimind.cli.command import Output, argument, non_empty, size_in_bytes
+from minimind.cli.command import PLACE, OfPlace, Output, argument, non_empty, size_in_bytes
 from minimind.cli.model import OfWeights
 from minimind.config.names import no_run, not_there
 from minimind.errors import CheckpointError
@@ -17,32 +17,25 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(kw_only=True)
-class OfStoredModel(OfWeights):
-    """A command that reads a stored model."""
-
-    is_subject: ClassVar = True
-    checkpoint: str = argument(parse=non_empty, metavar="PLACE")
-    """a run's out_dir, a step_ directory, or a directory of `import` or `export`"""
-
-
-@dataclass(kw_only=True)
-class Export(OfStoredModel, Output):
+class Export(OfWeights, OfPlace, Output):
     """Export a model for other software. Needs no GPU, and memory for one tensor."""
 
     example = "minimind export --checkpoint out --format llama --out out/llama"
+    place: Any = argument(None, **PLACE)
+    """a run's out_dir, a step_ directory, or a directory of `import` or `export`"""
     format: str = argument(choices=(*WRITTEN,), of_choices=WRITTEN)
     dtype: str = argument("float32", choices=DTYPES)
     """dtype of the tensors"""
     max_shard_size: int | None = argument(None, parse=size_in_bytes)
-    """maximum size of a file of safetensors; a bare number counts GiB (default: 2GB)"""
+    """maximum size of a safetensors file; a bare number counts GiB (default: 2GB)"""
     push_to_hub: str | None = argument(None, parse=non_empty, metavar="USER/NAME")
-    """upload --out to this model of the Hugging Face Hub, which is made if there is none"""
+    """upload --out to this model of the Hugging Face Hub, which is created if it does not exist"""
     hub_private_repo: bool = argument(False, needs="push_to_hub")
     """make the model private"""
 
     def execute(self) -> None:
         """Write a model in another format and print a summary."""
-        if fault := no_run(self.checkpoint, "--checkpoint "):
+        if fault := no_run(self.checkpoint, self.typed):
             raise CheckpointError(fault)
         from minimind.interop.export import export, output, push_export  # imports torch
         from minimind.interop.model_card import is_ours
@@ -78,7 +71,7 @@ class Import(Output):
     n_heads: int | None = argument(None, ge=1)
     """for a file without config.json: query heads"""
     n_kv_heads: int | None = argument(None, ge=1)
-    """for a file without config.json: key/value heads, as a check"""
+    """for a file without config.json: key/value heads, compared with the weights"""
     rope_theta: float | None = argument(None, gt=0)
     """for a file without config.json: rotary base"""
     norm_eps: float | None = argument(None, gt=0)

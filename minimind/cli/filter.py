@@ -34,11 +34,11 @@ def _label(text: str) -> tuple[str, float]:
 
 @dataclass(kw_only=True)
 class Filter(Cached, Output):
-    """Remove documents by length, language, rules, labels and as repeated; count and list each."""
+    """Remove documents by length, language, rules or labels, and repeated ones; list them."""
 
     example = EXAMPLE
     paths: list[str] = argument(nargs="+", metavar="PATH", is_positional=True)
-    """files, directories, globs, datasets, URLs"""
+    """files, directories, globs, datasets or URLs"""
     min_chars: int | None = argument(None, ge=1, metavar="N")
     """remove texts of fewer characters"""
     max_chars: int | None = argument(None, ge=1, metavar="N")
@@ -49,15 +49,16 @@ class Filter(Cached, Output):
     min_language_probability: float | None = argument(
         None, ge=0, lt=1, needs="languages", unset=0.5, metavar="P"
     )
-    """least probability of the language"""
+    """minimum probability of the language"""
     rules: str | None = argument(None, metavar="NAMES")
     """remove texts by datatrove's rules of these names: gopher, c4, fineweb"""
     rules_words: str | None = argument(
         None, choices=("spacy", "plain"), needs="rules", unset="spacy"
     )
-    """words and sentences of spaCy, as in datatrove, or by expressions"""
+    """find words and sentences with spaCy, as datatrove does (spacy), or with regular expressions
+    (plain)"""
     classifier: Path | None = argument(None, metavar="FILE")
-    """remove texts by their labels of this supervised fastText model (.bin, .ftz)"""
+    """remove texts by the labels that this supervised fastText model (.bin, .ftz) gives them"""
     classifier_keep: list[tuple[str, float]] = argument(
         (),
         nargs="+",
@@ -72,31 +73,31 @@ class Filter(Cached, Output):
     )
     """remove texts with one of these labels, at least as probable as P"""
     decontaminate: list[str] = argument((), nargs="+", metavar="PATH")
-    """remove texts that have 12 words in a row in common with a text of these"""
+    """remove texts that share 12 words in a row with a text of these files"""
     decontaminate_field: str | None = argument(
         None, parse=utf8, needs="decontaminate", metavar="NAME"
     )
     """field or column of the text (default: --text_field)"""
     exact_dedup: bool = argument(False)
-    """remove texts that repeat an earlier one, whatever their blanks"""
+    """remove texts that repeat an earlier one, also with other blanks"""
     minhash: bool = argument(False)
-    """remove near-duplicates, by MinHash of datatrove; one of each cluster stays"""
+    """remove near-duplicates with datatrove's MinHash; one of each cluster stays"""
     minhash_ngrams: int | None = argument(None, ge=1, needs="minhash", unset=5, metavar="N")
-    """words of an n-gram"""
+    """words per n-gram"""
     minhash_buckets: int | None = argument(None, ge=1, needs="minhash", unset=14, metavar="N")
-    """buckets"""
+    """number of buckets"""
     minhash_hashes: int | None = argument(None, ge=1, needs="minhash", unset=8, metavar="N")
-    """hashes of a bucket"""
+    """hashes per bucket"""
     text_field: str = shared("text_field", parse=utf8, metavar="NAME")
     """field or column of the text"""
     max_document_bytes: int = shared("max_document_bytes", default="64MiB", parse=count_of_bytes)
-    """longest document in bytes of UTF-8"""
+    """maximum bytes of a document in UTF-8"""
     on_bad_data: str = shared("on_bad_data")
     """stop at a bad document (error), or skip and list it in removed.ndjson"""
     max_bad_fraction: float = shared("max_bad_fraction")
     """fraction of the documents that may be bad"""
     processes: int = argument(1, ge=1)
-    """processes that check documents; the output is the same for any number"""
+    """number of processes that check documents; it does not change the output"""
 
     def execute(self) -> int:
         """Filter, and print the table of the report; raise Interrupted after Ctrl-C."""

@@ -44,12 +44,12 @@ class Generate(Sampled, OutputFile):
     )
     """file whose content is the prompt"""
     prompts: str | None = argument(None, metavar="FILE")
-    """one prompt per line (blank lines are skipped), or .jsonl with a prompt field; prints JSON
-    lines in order"""
+    """file with one prompt per line (blank lines are skipped), or .jsonl with a prompt field;
+    prints JSON lines in order"""
     out: Path | None = argument(None, needs="prompts", metavar="FILE")
     """output file (default: standard output)"""
     batch_size: int = argument(16, ge=1)
-    """prompts per batch, which does not change the random numbers of a prompt"""
+    """prompts per batch; it does not change the random numbers of a prompt"""
     stop: list[str] = argument((), nargs="+", metavar="TEXT")
     """strings that end the text"""
 

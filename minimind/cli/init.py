@@ -76,20 +76,20 @@ class Init(OutputFile):
     text_field: str | None = shared("text_field", default=None, parse=utf8, metavar="NAME")
     """field or column of the text"""
     max_document_bytes: int | None = argument(None, parse=count_of_bytes)
-    """longest document in bytes of UTF-8 (default: 64MiB)"""
+    """maximum bytes of a document in UTF-8 (default: 64MiB)"""
     on_bad_data: str | None = shared("on_bad_data", default=None)
     """stop at a bad document (error), or skip it, here and in the run"""
     hours: float | None = argument(None, gt=0, unset=HOURS)
     """hours from the command that starts the run to its end"""
     out: Path = argument(Path("run.yaml"))
-    """YAML file to write; its prompts for samples are beside it"""
+    """YAML file to write; prompts for its samples are written beside it"""
     out_dir: str | None = argument(None, parse=non_empty, metavar="DIR")
     """folder of the run (default: out/ and the name of the text)"""
     gpus: int | None = argument(None, ge=1)
-    """number of GPUs (default: those of this machine)"""
+    """number of GPUs (default: all of this machine)"""
     gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS, metavar="NAME")
-    """model of the GPUs, also of another machine, such as H100 or 4090 (default: that
-    of this machine); a name that is not known lists those that are"""
+    """model of the GPUs, such as H100 or 4090, also of another machine (default: the model in this
+    machine); an unknown name lists the known ones"""
     device: str = argument("auto", choices=DEVICES)
     """where the run computes; auto uses a GPU if there is one"""
     yes: bool = argument(False)

@@ -24,7 +24,7 @@ from minimind.cli.report import Doctor, Report, Scaling
 from minimind.cli.serve import Serve
 from minimind.cli.tokenizer import TOKENIZER
 from minimind.cli.train import CoordCheck, Launch, Sweep, Train
-from minimind.config.command_line import Parser, PrintCompletion, parser_of
+from minimind.config.command_line import Parser, PrintCompletion, parser_of, unknown_argument
 from minimind.config.foreign_flags import equivalent_command
 from minimind.config.names import is_of_other_locale, suggest, utf8_fault
 from minimind.config.parse import CHOICES
@@ -63,7 +63,7 @@ COMMANDS: Mapping[str, type[Command] | Group] = {
     "env": Env,
 }
 # Arguments that may not be URLs, unlike text, prepared data and prompts.
-OF_THIS_HOST = ("checkpoint", "model", "place", "places", "run", "source", "sweep", "out")
+OF_THIS_HOST = ("checkpoint", "model", "place", "places", "source", "sweep", "out")
 OF_THIS_HOST += ("out_dir", "tokenizer", "chat_template", "prompts", "prompt_file", "sources")
 OF_THIS_HOST += ("cache_dir", "classifier")
 
@@ -124,11 +124,7 @@ def _run(argv: list[str]) -> int:
             return UsageError.status
         args, others = parser.parse_known_args(argv)
         if others and not issubclass(args.command_class, OfRunFlags):
-            name, below = others[0].partition("=")[0], parser_of(parser, argv)
-            names = [*below._option_string_actions] if name.startswith("--") else []
-            raise UsageError(
-                f"unknown argument {name}; {suggest(name, names, f'see {below.prog} --help')}"
-            )
+            raise UsageError(unknown_argument(parser_of(parser, argv), others[0]))
         _require_paths(args, argv)
         command = command_of(args, others)
         with panics_caught(), naming_flags(vars(command), ORIGINS | {**command.origins}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from minimind.cli.command import Command, argument, json_variables, non_empty
+from minimind.cli.command import Command, OfPlace, argument, json_variables, non_empty
 from minimind.config.flags import DEVICES
 from minimind.config.names import no_run, not_there
 from minimind.errors import CheckpointError
@@ -28,17 +28,16 @@ class OfWeights(Command):
 
     is_subject: ClassVar = True
     weights: str = argument("trained", choices=("trained", "ema"))
-    """weights of a checkpoint: as trained, or their moving average of --ema"""
+    """weights of a checkpoint: as trained, or the moving average of --ema"""
 
 
 @dataclass(kw_only=True)
-class OfModel(OfWeights):
+class OfModel(OfWeights, OfPlace):
     """A command that computes with a trained model."""
 
     is_subject: ClassVar = True
+    other_than_place: ClassVar = "model"
     origins: ClassVar = {"model": CheckpointError}
-    checkpoint: str | None = argument(None, metavar="PLACE")
-    """a run's out_dir, or a step_ directory"""
     model: str | None = argument(None, metavar="DIR")
     """exported directory, or one with weights of a Llama or MiniMind2 model"""
     tokenizer: str | None = argument(None, parse=non_empty, metavar="PATH")
@@ -56,7 +55,7 @@ class OfModel(OfWeights):
     def require_there(self) -> None:
         """Raise CheckpointError if there is no such place, before slow imports."""
         run, model = self.checkpoint or "", self.model or ""
-        if fault := no_run(run, "--checkpoint ") or not_there(model, "--model "):
+        if fault := no_run(run, self.typed) or not_there(model, "--model "):
             raise CheckpointError(fault)
 
     def load(self) -> tuple[Any, Any, Path]:

@@ -12,27 +12,27 @@ DATA_SHEETS = tuple(gpu.name for gpu in GPUS if gpu.memory)
 
 @dataclass(kw_only=True)
 class Plan(OfRunFlags):
-    """What fits: memory, communication and FLOPs of every ZeRO stage.
+    """Print memory, communication and FLOPs of every ZeRO stage, and which of them fit.
 
     Takes the flags of train_pretrain.py too (--model, --dim, --batch_size, --dtype,
     --deepspeed_config, ...), with the same names and ranges.
     """
 
     example = "minimind plan --model 104m --gpus 8 --memory 24GiB --batch_size 16"
-    gpus: int = argument(1, ge=1, options=("--gpus", "--world_size"))
+    gpus: int = argument(1, ge=1)
     """processes, one per GPU"""
     memory: int | None = argument(None, parse=size_in_bytes)
-    """memory of one GPU: 24GiB, 24GB (10^9 bytes), 80G or 80 (as GiB), 512MiB (default: that of
-    --gpu_model)"""
+    """memory of one GPU, such as 24GiB, 24GB (10^9 bytes) or 512MiB; a bare number counts GiB
+    (default: from --gpu_model)"""
     gpu_model: str | None = argument(None, parse=named_gpu, choices=DATA_SHEETS, metavar="NAME")
-    """model of the GPUs, for memory and peak, such as H100, 4090 or a100-40gb; a name that
-    is not known lists those that are"""
+    """model of the GPUs, for memory and peak, such as H100, 4090 or a100-40gb; an unknown name
+    lists the known ones"""
     peak_tflops: float | None = argument(None, gt=0)
-    """10^12 FLOPs a second of one GPU in --dtype, dense (default: that of --gpu_model)"""
+    """dense peak of one GPU in --dtype, in TFLOPS (default: from --gpu_model)"""
     mfu: float | None = argument(None, gt=0, le=1, unset=ASSUMED_MFU)
     """fraction of the peak that is reached"""
     tokens: float | None = argument(None, gt=0)
-    """tokens to train on, such as 1e9"""
+    """number of tokens to train on, such as 1e9"""
 
     def execute(self) -> None:
         """Print what every ZeRO stage needs, and the command to start."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from minimind.cli.command import Command, OutputFile, argument
+from minimind.cli.command import PLACES, OfPlaces, OfRun, OutputFile, argument
 from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
@@ -25,15 +25,16 @@ REMEDY = "give another --out"
 
 
 @dataclass(kw_only=True)
-class Report(OutputFile):
-    """Curves, step times, stops and resumes of a run.
+class Report(OfPlaces, OutputFile):
+    """Show curves, step times, stops and resumes of a run.
 
-    Several runs are compared. With --out, the output is one HTML file, which needs no network; with
-    --watch, a page that is served on this host and updated as the runs go on.
+    Several runs are compared. --out writes one HTML file, which needs no network; --watch serves a
+    page on this host and updates it as the runs go on.
     """
 
     example = "minimind report out --out out/report.html"
-    places: list[Path] = argument(nargs="+", parse=Path, metavar="OUT_DIR", is_positional=True)
+    origins: ClassVar = OfRun.origins
+    place: Any = argument((), **PLACES)
     """a run's out_dir; several are compared"""
     out: Path | None = argument(None, parse=Path, metavar="FILE.html")
     """HTML file to write"""
@@ -41,7 +42,7 @@ class Report(OutputFile):
     """serve the page on this host until Ctrl-C; it follows runs that go on or begin later (needs
     the extra serve)"""
     port: int | None = argument(None, ge=0, le=65535, needs="watch", unset=8010)
-    """port of 127.0.0.1, 0 for one that is free"""
+    """port of 127.0.0.1; 0: any that is free"""
 
     def execute(self) -> None:
         """Print the summary of each run, write the page, or serve it."""
@@ -51,7 +52,7 @@ class Report(OutputFile):
 
         if self.out:
             self.require_free(self.out, _is_page)
-        places = [place.parent if place.name == "metrics.jsonl" else place for place in self.places]
+        places = [_run_dir(place) for place in self.checkpoint]
         if len({disk.resolve(place) for place in places}) < len(places):
             raise UsageError("the same out_dir is given twice; name each run once")
         if self.watch:
@@ -68,16 +69,14 @@ class Report(OutputFile):
 
 
 @dataclass(kw_only=True)
-class Doctor(Command):
-    """What stands out in a run, and what to do about it.
+class Doctor(OfRun):
+    """Say what stands out in a run, and what to do about it.
 
-    Each finding, from the metrics of the run, has what was seen, why it matters, which flag to
-    change, and how sure that is. The status is 1 if anything is certain or likely, else 0.
+    Each finding says what was seen in the metrics, why it matters, which flag to change, and how
+    sure that is. The status is 1 if anything is certain or likely, else 0.
     """
 
     example = "minimind doctor out"
-    place: Path = argument(parse=Path, metavar="OUT_DIR", is_positional=True)
-    """a run's out_dir"""
     json: bool = argument(False)
     """print a JSON object"""
 
@@ -87,7 +86,7 @@ class Doctor(Command):
         from minimind.report.history import read_runs
         from minimind.report.placement import placement
 
-        place = self.place.parent if self.place.name == "metrics.jsonl" else self.place
+        place = _run_dir(self.checkpoint)
         (run,) = read_runs([place])
         for warning in run.warnings:
             print(f"note: {warning}", file=sys.stderr)
@@ -109,12 +108,12 @@ class Doctor(Command):
 
 @dataclass(kw_only=True)
 class Scaling(OutputFile):
-    """Fit loss over parameters and tokens; the best size for a budget.
+    """Fit the loss over parameters and tokens, and print the best model size for a budget.
 
-    The fit is L = E + A/N^alpha + B/D^beta to the final validation losses of finished runs, with
-    confidence intervals; the best size is the compute-optimal one. `minimind scaling run
-    SPEC.yaml --out DIR` trains the runs first, a size and a number of tokens each, and compares one
-    that is not in the fit with its prediction; the same command continues after a stop or a kill.
+    L = E + A/N^alpha + B/D^beta is fitted to the final validation losses of finished runs, with
+    confidence intervals; the best size is the compute-optimal one. `minimind scaling run SPEC.yaml
+    --out_dir DIR` trains the runs first, one for each size and number of tokens, and compares a run
+    that is not in the fit with its prediction. The same command continues after a stop or a kill.
     """
 
     example = "minimind scaling out/sweep --flops 1e18 --out scaling.html"
@@ -122,13 +121,15 @@ class Scaling(OutputFile):
     """a run's out_dir, or a folder of runs, such as a sweep's; or `run SPEC.yaml`: flags, sizes and
     tokens of runs to train"""
     flops: list[float] = argument((), nargs="+", gt=0)
-    """budgets of training, counted as --max_flops does"""
+    """training budgets in FLOPs, counted as by --max_flops; prints the best model size for each"""
     tokens: list[float] = argument((), nargs="+", gt=0)
-    """numbers of tokens to find the size for, for which each is compute-optimal"""
+    """token counts; prints the best model size for each"""
     json: bool = argument(False)
     """print a JSON object"""
     out: Path | None = argument(None, parse=Path, metavar="FILE.html")
-    """page of tables and plots to write; with `run` the folder of the runs and the page"""
+    """page of tables and plots to write; not with `run`"""
+    out_dir: Path | None = argument(None, metavar="DIR")
+    """with `run`: folder of the runs and of the page; a folder that has some is continued"""
     parallel: int | None = argument(None, ge=1)
     """with `run`: runs at the same time (default: one per free GPU, one on a CPU)"""
     dry_run: bool = argument(False)
@@ -150,9 +151,9 @@ class Scaling(OutputFile):
             result = self._train_ladder(str(others[0]))
             if isinstance(result, int):
                 return result
-            page = self.out and self.out / "scaling.html"
+            page = self.out_dir and self.out_dir / "scaling.html"
         else:
-            for name in ("parallel", "dry_run"):
+            for name in ("out_dir", "parallel", "dry_run"):
                 if getattr(self, name):
                     raise UsageError(f"--{name} has no effect without run SPEC.yaml; remove it")
             if page:
@@ -169,18 +170,24 @@ class Scaling(OutputFile):
         """The answer of the runs of SPEC.yaml, or the status if they have not all ended."""
         from minimind.sweep.ladder import run_ladder
 
-        if self.force:
+        if self.out:
             raise UsageError(
-                "--force has no effect with run SPEC.yaml, which replaces nothing; remove it"
+                "--out has no effect with run SPEC.yaml, whose page is in --out_dir; remove it"
             )
-        if not (self.out or self.dry_run):
-            raise UsageError("minimind scaling run needs a folder for the runs; give --out DIR")
-        place = None if self.dry_run else self.out
+        if not (self.out_dir or self.dry_run):
+            raise UsageError("minimind scaling run needs a folder for the runs; give --out_dir DIR")
+        place = None if self.dry_run else self.out_dir
         with ExitStack() as stack:
-            stack.enter_context(storing(f"--out {self.out}", REMEDY))
+            stack.enter_context(storing(f"--out_dir {self.out_dir}", "give another --out_dir"))
             if self.json:  # is what standard output gets
                 stack.enter_context(redirect_stdout(sys.stderr))
             return run_ladder(path, place, self.parallel, self.flops, self.tokens)
+
+
+def _run_dir(place: str) -> Path:
+    """The folder of a run, of which the metrics may be named."""
+    path = Path(place)
+    return path.parent if path.name == "metrics.jsonl" else path
 
 
 def _is_page(head: str) -> bool:

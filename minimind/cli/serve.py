@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minimind.cli.command import argument, count_of_bytes, non_empty
+from minimind.cli.command import PLACE, argument, count_of_bytes, non_empty
 from minimind.cli.model import ANSWER, OfChat
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.installed import install_extra
@@ -45,28 +45,29 @@ class Serve(OfChat):
     """
 
     example = "minimind serve --checkpoint out/sft --port 8000"
-    checkpoint: str | None = argument(None, metavar="PLACE")
+    place: Any = argument(None, **PLACE)
     """a run's out_dir, a step_ directory, an exported one, or hf:DIR"""
     host: str = argument("127.0.0.1", parse=non_empty)
-    """address to listen on; give --api_key with one that others reach"""
+    """address to listen on; give --api_key if others can reach it"""
     port: int = argument(8000, ge=0, le=65535)
     """port; 0: any that is free"""
     api_key: str | None = argument(None, metavar="KEY")
-    """key that requests must have (default: that of MINIMIND_API_KEY)"""
+    """key that requests must have (default: the value of MINIMIND_API_KEY)"""
     max_batch: int = argument(16, ge=1)
-    """texts generated at once"""
+    """maximum texts generated at once"""
     max_queue: int = argument(64, ge=1)
-    """texts that may wait; 429 for more"""
+    """maximum texts that wait; more are refused with status 429"""
     batch_invariant: bool = argument(False)
-    """compute each text by itself: slower, and no rounding depends on other requests"""
+    """compute each text by itself, so that its rounding does not depend on other requests;
+    slower"""
     timeout: float = argument(300.0, gt=0)
-    """seconds from a request to the end of its answer"""
-    max_tokens: int | None = argument(None, ge=1)
-    """most tokens of an answer (default: the positions of the model)"""
-    max_body: int = argument("1MiB", parse=count_of_bytes, metavar="SIZE")
-    """most bytes of a request's body"""
+    """maximum seconds from a request to the end of its answer"""
+    max_new_tokens: int | None = argument(None, ge=1)
+    """maximum tokens per answer (default: up to the model's context length)"""
+    max_body: int = argument("1MiB", parse=count_of_bytes)
+    """maximum size of a request's body; a bare number counts bytes"""
     allow_origin: list[str] = argument((), nargs="+", parse=_origin, metavar="ORIGIN")
-    """other origins, such as https://example.org, whose pages may ask; *: all"""
+    """web sites whose pages may call this server, such as https://example.org; *: all"""
 
     def execute(self) -> None:
         """Serve until a signal; the address goes to standard output."""
@@ -139,7 +140,7 @@ def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
     place = str(checkpoint or exported).removeprefix(HUB_PREFIX)
     name = Path(place).name or Path.cwd().name
     positions = model.config.max_position_embeddings
-    most = min(args.max_tokens or positions, positions)
+    most = min(args.max_new_tokens or positions, positions)
     defaults = Sampling(**ANSWER), Sampling()
     given = {
         "tokenizer": str(tokenizer.path),

@@ -30,10 +30,10 @@ class OfText(Cached):
 
     is_subject: ClassVar = True
     data_path: list[str] | None = argument(None, nargs="+", repeats="PATH", metavar="PATH")
-    """text files, directories and globs of them, dataset directories"""
+    """text files, directories, globs or dataset directories"""
     text_field: str = shared("text_field", parse=utf8, metavar="NAME")
     max_document_bytes: int | None = argument(None, parse=count_of_bytes)
-    """longest document in bytes of UTF-8 (default: 64MiB, less with some tokenizers)"""
+    """maximum bytes of a document in UTF-8 (default: 64MiB, less with some tokenizers)"""
     on_bad_data: str = shared("on_bad_data")
     """stop at a bad document (error), or skip it"""
 
@@ -51,7 +51,7 @@ class Train(OfText, Output):
 
     example = TRAIN
     paths: list[str] = argument((), nargs="*", metavar="PATH", is_positional=True)
-    """text files, directories and globs of them, dataset directories"""
+    """text files, directories, globs or dataset directories"""
     data_path: list[str] | None = argument(None, nargs="+", repeats="PATH", metavar="PATH")
     """more text, as PATH"""
     vocab_size: int = shared("vocab_size", le=None)
@@ -63,7 +63,7 @@ class Train(OfText, Output):
     seed: int = argument(42, ge=0)
     """seed of the sample"""
     val_fraction: float = shared("val_fraction")
-    """fraction of documents that a run holds out; they are not used"""
+    """fraction of documents that a run holds out; the tokenizer is not trained on them"""
 
     def execute(self) -> None:
         """Train a tokenizer, write it, and print its bytes per token on held-out text."""

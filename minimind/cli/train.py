@@ -83,10 +83,10 @@ class Sweep(Command):
     command continues the sweep.
     """
 
-    example = "minimind sweep sweep.yaml --out out/sweep"
+    example = "minimind sweep sweep.yaml --out_dir out/sweep"
     sweep: str = argument(metavar="SWEEP.yaml", is_positional=True)
     """flags, dimensions and number of trials"""
-    out: Path = argument(metavar="DIR")
+    out_dir: Path = argument(metavar="DIR")
     """folder of the sweep: sweep.json, sweep.html and the out_dir of each trial"""
     parallel: int | None = argument(None, ge=1)
     """trials at the same time (default: one per free GPU, one on a CPU)"""
@@ -96,27 +96,27 @@ class Sweep(Command):
         require_extra("sweep", "minimind sweep", "optuna")
         from minimind.sweep.run import sweep
 
-        with storing(f"--out {self.out}", "give another --out"):
-            return sweep(self.sweep, self.out, self.parallel)
+        with storing(f"--out_dir {self.out_dir}", "give another --out_dir"):
+            return sweep(self.sweep, self.out_dir, self.parallel)
 
 
 @dataclass(kw_only=True)
 class CoordCheck(OfRunFlags):
-    """Whether training changes activations equally at every width (--mup_base_dim).
+    """Check that training changes activations equally at every width (--mup_base_dim).
 
     Small models of several widths are trained for a few steps on random text, with and without muP.
-    The output is the sizes of the changes of their activations; status 0 if those with muP do not
+    The command prints how much the activations change; the status is 0 if with muP this does not
     depend on the width, else 1. Takes the flags of train_pretrain.py too (--dim, --n_heads,
     --learning_rate, --optimizer, ...): the model at the base width.
     """
 
     example = "minimind coord_check --widths 64 128 256 --use_moe"
     widths: list[int] | None = argument(None, nargs="+", ge=1)
-    """widths to compare, multiples of --dim (default: --dim, twice and four times that)"""
+    """widths to compare, multiples of --dim (default: 1, 2 and 4 times --dim)"""
     steps: int = argument(5, ge=1)
     """optimizer steps"""
     seeds: int = argument(2, ge=1)
-    """models of each width, averaged"""
+    """number of models per width, whose results are averaged"""
 
     def execute(self) -> int:
         """Print the coordinate check; return 0 if it is flat, else 1."""

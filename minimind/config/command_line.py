@@ -16,6 +16,13 @@ from minimind.errors import UsageError
 EXAMPLE = "example:"
 
 
+MISSING = "the following arguments are required"  # so argparse begins
+
+
+class MissingArgument(UsageError):
+    """A required argument is not on the command line."""
+
+
 class Formatter(argparse.HelpFormatter):
     """Help formatter with defaults and unwrapped examples."""
 
@@ -169,9 +176,14 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         end = words.index("--") if "--" in words else len(words)
         known = self._known()
-        return super().parse_known_args(
-            [_with_known_dashes(w, known) for w in words[:end]] + words[end:], namespace
-        )
+        flags = [_with_known_dashes(w, known) for w in words[:end]]
+        try:
+            return super().parse_known_args(flags + words[end:], namespace)
+        except MissingArgument:  # under another name, maybe
+            for word in () if self._subparsers else flags:
+                if re.match(r"--\w", word) and word.partition("=")[0] not in known.values():
+                    raise UsageError(unknown_argument(self, word)) from None
+            raise
 
     def unknown_flags(self, words: Sequence[str]) -> list[str]:
         """Return one sentence per word that looks like a flag and is none of this parser."""
@@ -186,7 +198,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError."""
         is_answered = message.endswith("?")
-        raise UsageError(message if is_answered else f"{message}; see {self.prog} --help")
+        kind = MissingArgument if message.startswith(MISSING) else UsageError
+        raise kind(message if is_answered else f"{message}; see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -198,6 +211,13 @@ class Parser(argparse.ArgumentParser):
 
     def _known(self) -> dict[str, str]:
         return {name.replace("-", "_"): name for name in self._option_string_actions}
+
+
+def unknown_argument(parser: argparse.ArgumentParser, word: str) -> str:
+    """Describe a word that a parser does not know, and suggest the closest of its flags."""
+    name = word.partition("=")[0]
+    names = [*parser._option_string_actions] if name.startswith("--") else []
+    return f"unknown argument {name}; {suggest(name, names, f'see {parser.prog} --help')}"
 
 
 def commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -185,23 +185,24 @@ class Length:
     max_steps: int | None = flag(None, ge=1)
     """total optimizer steps, counted from step 0 of the run"""
     max_tokens: float | None = flag(None, gt=0.0)
-    """budget in training tokens, such as 2e9, in whole steps"""
+    """train on this many tokens, such as 2e9, rounded down to whole steps"""
     max_flops: float | None = flag(None, gt=0.0)
-    """budget in FLOPs as `minimind plan` counts them, such as 1e18, in whole steps"""
+    """train for this many FLOPs, such as 1e18, counted as by `minimind plan` and rounded down to
+    whole steps"""
     tokens_per_param: float | None = flag(None, gt=0.0)
-    """budget in training tokens per parameter, such as 20, in whole steps"""
+    """train on this many tokens per parameter, such as 20, rounded down to whole steps"""
     stop_at_step: int | None = flag(None, ge=1)
     """save and exit with status 75 at this step, like a preemption; the schedule is unchanged"""
     max_minutes: float | None = flag(None, gt=0.0)
-    """minutes from the start of the process after which to save and exit with status 75"""
-    batch_size: int = flag(8, ge=1, rule="by the tokens of the run")
+    """save and exit with status 75 this many minutes after the start of the process"""
+    batch_size: int = flag(8, ge=1, rule="chosen from the number of training tokens")
     """rows in one micro-batch of one process (with --split_batches: of all processes together)"""
     split_batches: bool = flag(False)
     """count --batch_size over all processes together"""
     accumulation_steps: int = flag(1, ge=1)
     """micro-batches of one process per optimizer step"""
     seed: int = flag(42, ge=0, le=2**32 - 1)
-    """seed of weights, row order and steps"""
+    """seed of the initial weights, the order of the rows and the random numbers of steps"""
     deterministic: bool = flag(False)
     """use deterministic kernels only"""
 
@@ -211,9 +212,11 @@ class Optimizer:
     """Optimizer, learning rate, precision, and what guards the updates."""
 
     optimizer: str = flag("adamw", choices=tuple(OPTIMIZERS))
-    """AdamW, Lion, SGD with momentum, or Muon for the matrices of the blocks with AdamW for
-    embedding, head and norms; an optimizer block in the DeepSpeed JSON takes its place"""
-    learning_rate: float = flag(5e-4, gt=0.0, rule="by the parameters and tokens of the run")
+    """muon updates the matrices of the blocks by Muon, and embedding, head and norms by AdamW; sgd
+    has momentum. An optimizer in the DeepSpeed JSON takes precedence"""
+    learning_rate: float = flag(
+        5e-4, gt=0.0, rule="chosen from the numbers of parameters and training tokens"
+    )
     """peak learning rate"""
     min_lr_ratio: float = flag(
         0.1,
@@ -223,24 +226,26 @@ class Optimizer:
         excludes={"schedule=constant": "a constant rate does not fall"},
     )
     """final learning rate as a fraction of the peak"""
-    warmup_steps: int | None = flag(None, ge=0, rule="by the steps of the run")
+    warmup_steps: int | None = flag(None, ge=0, rule="chosen from the number of steps")
     """optimizer steps of linear warm-up"""
     schedule: str = flag("cosine", choices=("cosine", "linear", "constant", "wsd", "inverse_sqrt"))
-    """learning rate after the warm-up: cosine and linear decay over the whole run; wsd (warm-up,
-    stable, decay) only in its last steps; inverse_sqrt with the square root of the step"""
+    """learning rate after the warm-up: cosine and linear decay over the whole run, wsd (warm-up,
+    stable, decay) decays only in the last steps, and inverse_sqrt falls with the square root of the
+    step"""
     decay_steps: int | None = flag(
         None,
         ge=1,
         needs="schedule=wsd",
         excludes={"decay_fraction": "both say when the decay begins"},
     )
-    """last optimizer steps, in which wsd decays (default: by --decay_fraction)"""
+    """number of steps at the end in which the learning rate decays (default: from
+    --decay_fraction)"""
     decay_fraction: float | None = flag(None, gt=0.0, le=1.0, needs="schedule=wsd", unset=0.2)
-    """the same as a fraction of all steps"""
+    """fraction of all steps, at the end, in which the learning rate decays"""
     decay_shape: str | None = flag(
         None, choices=("linear", "1-sqrt"), needs="schedule=wsd", unset="1-sqrt"
     )
-    """linear, or 1-sqrt, which is steeper at first"""
+    """the decay is linear (linear), or falls faster at first (1-sqrt)"""
     muon_lr: float | None = flag(None, gt=0.0, takes_auto=True)
     """peak learning rate of Muon (default: 0.02; `--learning_rate` with `--muon_scaling
     match_rms_adamw`)"""
@@ -251,22 +256,22 @@ class Optimizer:
     muon_scaling: str | None = flag(
         None, choices=("original", "match_rms_adamw"), takes_auto=True, unset=MUON["muon_scaling"]
     )
-    """factor of Muon's rate for a matrix of A rows and B columns: sqrt(max(1, A / B)) (original),
-    or 0.2 sqrt(max(A, B)), the size of AdamW's updates (match_rms_adamw)"""
+    """multiply Muon's rate for a matrix of A rows and B columns by sqrt(max(1, A / B)) (original),
+    or by 0.2 sqrt(max(A, B)), so that updates are as large as AdamW's (match_rms_adamw)"""
     muon_steps: int | None = flag(None, ge=1, takes_auto=True, unset=MUON["muon_steps"])
-    """Newton-Schulz iterations by which Muon orthogonalizes an update"""
+    """number of Newton-Schulz iterations that orthogonalize an update of Muon"""
     muon_coefficients: str | None = flag(
         None, choices=tuple(NEWTON_SCHULZ), takes_auto=True, unset=MUON["muon_coefficients"]
     )
-    """polynomials of these iterations: quintic, the same in each, leaves singular values between
-    0.68 and 1.2; polar_express, the best one for each (Amsel et al. 2025), brings them to 1"""
+    """polar_express takes the best polynomial for each iteration (Amsel et al. 2025) and brings
+    singular values to 1. quintic takes the same one in each and leaves them between 0.68 and 1.2"""
     cautious_weight_decay: bool = flag(False)
-    """with Muon, also for its weights of AdamW: decay only where the update, too, makes a weight
-    smaller (Chen et al. 2025)"""
+    """Muon: decay a weight only where the update also shrinks it (also for the weights that AdamW
+    trains; Chen et al. 2025)"""
     mup_base_dim: int | None = flag(None, ge=1, built_in=True)
-    """muP: the --dim at which the learning rates were tuned, with the same dim / n_heads;
-    initialization and rates are scaled by dim / mup_base_dim, so that they suit this width"""
-    weight_decay: float = flag(0.1, ge=0.0, rule="by passes over the text")
+    """muP: the --dim at which the learning rates were tuned, with the same dim / n_heads.
+    Initialization and rates are scaled by dim / mup_base_dim to suit this width"""
+    weight_decay: float = flag(0.1, ge=0.0, rule="chosen from the number of passes over the text")
     """weight decay of matrices (norms and biases are not decayed)"""
     beta1: float = flag(0.9, ge=0.0, lt=1.0, takes_auto=True)
     """AdamW first-moment decay; Lion: weight of the momentum in an update"""
@@ -277,31 +282,31 @@ class Optimizer:
     )
     """momentum of SGD"""
     ema: float | None = flag(None, gt=0.0, lt=1.0)
-    """decay of an exponential moving average of the weights, such as 0.999: kept in float32, saved,
-    evaluated and exported beside them"""
+    """decay of an exponential moving average of the weights, such as 0.999. The average is kept in
+    float32, and saved, evaluated and exported beside the weights"""
     grad_clip: float = flag(1.0, ge=0.0)
     """maximum global gradient norm; 0 disables clipping"""
     dtype: str = flag(AUTO, choices=(AUTO, "bfloat16", "float16", "float32"), takes_auto=True)
-    """precision of forward and backward; the optimizer's weights are float32; auto: that of the
-    checkpoint, else bfloat16 where the device of every rank has instructions for it, else
+    """precision of forward and backward; the optimizer keeps float32 weights. auto takes the dtype
+    of the checkpoint, else bfloat16 if the device of every rank has instructions for it, else
     float32"""
     tf32: bool = flag(False)
-    """multiply float32 matrices as TensorFloat-32 on GPUs: several times as fast, with 10 bits of
-    mantissa instead of 23"""
+    """multiply float32 matrices as TensorFloat-32 on GPUs, which is several times as fast and has
+    10 bits of mantissa instead of 23"""
     spike_guard: bool = flag(
         False, excludes={"dtype=float16": "both skip updates, for different reasons"}
     )
-    """skip updates whose gradient norm is far above that of the steps before; if norm or loss stay
-    high, go back to the newest checkpoint before and leave the rows out"""
+    """skip an update whose gradient norm is far above the norms of earlier steps. If norm or loss
+    stay high, go back to the newest checkpoint before them and leave their rows out"""
     spike_factor: float | None = flag(None, gt=0.0, needs="spike_guard", unset=8.0)
-    """what counts as far, in robust standard deviations above the median"""
+    """how far above the median a spike is, in robust standard deviations"""
     spike_window: int | None = flag(None, ge=16, le=10_000, needs="spike_guard", unset=128)
-    """steps that loss and gradient norm are compared with"""
+    """number of earlier steps that loss and gradient norm are compared with"""
     max_rollbacks: int | None = flag(None, ge=0, le=1000, needs="spike_guard", unset=3)
-    """times that a run may go back before it ends with status 6"""
+    """how often the run may go back before it ends with status 6"""
     max_skipped: int = flag(10, ge=0)
-    """non-finite steps to skip before the run ends with status 6; counted since step 0, in float16
-    only those in a row"""
+    """how many non-finite steps are skipped before the run ends with status 6. float16 counts
+    consecutive steps, other dtypes count all since step 0"""
 
 
 @dataclass(frozen=True)
@@ -309,9 +314,9 @@ class Model:
     """Shape and initial weights."""
 
     model: str | None = flag(None)
-    """preset (such as tiny) or YAML file, overridden by the shape flags; or hf:DIR, the model that
-    transformers builds from DIR/config.json (or from hf:USER/MODEL of the Hub), randomly
-    initialized unless --init_from is given"""
+    """preset (such as tiny) or YAML file, overridden by the shape flags. Or hf:DIR, or
+    hf:USER/MODEL of the Hub: transformers builds the model from its config.json, with random
+    weights unless --init_from is given"""
     dim: int = flag(512, ge=1)
     """width of the residual stream"""
     n_layers: int = flag(8, ge=1)
@@ -325,25 +330,25 @@ class Model:
     hidden_dim: int | None = flag(None, ge=1)
     """width of the feed-forward layers (default: 8/3 dim, rounded up to a multiple of 64)"""
     max_seq_len: int = flag(512, ge=1)
-    """tokens per row that are trained on; a row has one more"""
+    """number of training tokens per row; a row holds one more"""
     vocab_size: int = flag(6400, ge=FEWEST_PIECES, le=2**31)
     """vocabulary size of the tokenizer trained on the data if --tokenizer is not given"""
     rope_theta: float = flag(1e6, gt=0.0)
     """base of the rotary frequencies"""
     rope_scaling: str | None = flag(None, choices=("linear", "ntk", "yarn", "llama3"))
     """extend the context of a trained model: linear (position interpolation), ntk (a larger
-    --rope_theta), yarn, or llama3 (as Llama 3.1) (default: that of --init_from)"""
+    --rope_theta), yarn, or llama3 (as Llama 3.1) (default: as in --init_from)"""
     rope_factor: float | None = flag(None, gt=1.0, le=MAX_ROPE_FACTOR, needs="rope_scaling")
-    """times by which the context grows (default: max_seq_len / rope_original_length); sets
-    max_seq_len if that is not given"""
+    """factor by which the context grows (default: max_seq_len / rope_original_length); it sets
+    --max_seq_len if that is not given"""
     rope_original_length: int | None = flag(None, ge=1, le=2**20, needs="rope_scaling")
-    """positions that the model was trained on before (default: those of --init_from)"""
+    """context length that the model was trained with before (default: as in --init_from)"""
     no_rope_interval: int = flag(0, ge=0)
-    """every Nth layer has no rotary positions (SmolLM3: 4); 0: none"""
+    """leave out rotary positions in every Nth layer (SmolLM3: 4); 0: in none"""
     norm_eps: float = flag(1e-5, gt=0.0)
-    """added to the mean square in every norm"""
+    """epsilon that is added to the mean square in every norm"""
     use_flash_attn: bool = flag(True)
-    """torch's fused attention; off: the explicit reference"""
+    """use torch's fused attention; off: the explicit reference"""
     qkv_bias: bool = flag(False)
     """add biases to queries, keys and values, as in Qwen2"""
     qk_norm: bool = flag(False)
@@ -365,7 +370,7 @@ class Model:
         },
     )
     """start embedding and head of a new model from random numbers, or from bigram counts of the
-    training text (bigrams: an untied head, seconds at the start)"""
+    training text; bigrams needs --no-tie_word_embeddings and takes a few seconds"""
     use_moe: bool = flag(False)
     """replace every feed-forward layer by a mixture of experts of width hidden_dim"""
     n_routed_experts: int = flag(4, ge=1, le=MOST_EXPERTS, needs="use_moe")
@@ -379,11 +384,13 @@ class Model:
     norm_topk_prob: bool = flag(True, needs="use_moe")
     """normalize the weights of a token's experts to a sum of 1"""
     gradient_checkpointing: bool = flag(False)
-    """recompute each block in the backward pass: less memory, a third more work, the same result"""
+    """recompute each block in the backward pass, which takes less memory and a third more work for
+    the same result"""
     init_from: str | None = flag(None)
-    """initial weights, shape and tokenizer: a run's out_dir, a step_ directory, a directory of
-    `minimind export` or `import`, a directory of Llama, Mistral, Qwen or SmolLM (DIR or hf:DIR), a
-    MiniMind2 file or directory; or hf:USER/MODEL of the Hugging Face Hub"""
+    """place of the initial weights, the shape and the tokenizer: a run's out_dir, a step_
+    directory, a directory of `minimind export` or `import`, a directory of Llama, Mistral, Qwen
+    or SmolLM (DIR or hf:DIR), a MiniMind2 file or directory, or hf:USER/MODEL of the Hugging
+    Face Hub"""
 
 
 @dataclass(frozen=True)
@@ -397,8 +404,8 @@ class Data:
     source: tuple[str, ...] | None = flag(
         None, repeats="NAME=PATH:WEIGHT", excludes={"task=sft": "these folders hold text"}
     )
-    """folder of `minimind prepare` in place of --data_path; repeat it to mix several, by weight if
-    all have one"""
+    """folder of `minimind prepare`, instead of --data_path; repeat the flag to mix several folders,
+    by weight if all have one"""
     stages: str | None = flag(
         None,
         excludes={
@@ -407,21 +414,23 @@ class Data:
             "task=sft": "it has the sources of a text",
         },
     )
-    """YAML file of stages of the run, each with its weights of sources, row length and batch"""
+    """YAML file of the stages of the run; each has its weights of sources, row length and batch"""
     task: str = flag("pretrain", choices=("pretrain", "sft"))
-    """pretrain on text, or fine-tune on conversations (sft): only assistant turns are targets"""
+    """pretrain on text, or fine-tune on conversations (sft), where only assistant turns are
+    targets"""
     tokenizer: str | None = flag(None)
     """SentencePiece .model file, Hugging Face tokenizer.json, a directory with either, or
     hf:USER/MODEL of the Hub"""
     val_fraction: float = flag(0.01, ge=0.0, lt=1.0)
     """fraction of documents held out for validation, by hash"""
     val_path: str | None = flag(None)
-    """text of your own that is held out for validation, in place of --val_fraction; or auto: the
-    validation part of a folder in --data_path"""
+    """text that is used for validation only, instead of --val_fraction; auto takes the validation
+    part of a folder in --data_path"""
     max_document_bytes: int = flag(64 * 2**20, ge=1)
-    """longest document in UTF-8 bytes (default 2 or 8 MiB for some tokenizers, see docs/data.md)"""
+    """maximum bytes of a document in UTF-8; some tokenizers lower the default to 2 or 8 MiB
+    (docs/data.md)"""
     text_field: str = flag("text", excludes={"task=sft": "conversations have fields of their own"})
-    """field or column of the text, also one in another (meta.text), or a template of several
+    """field or column with the text, also a nested one (meta.text), or a template of several
     ('{title}\\n{text}')"""
     on_bad_data: str = flag("error", choices=("error", "skip"))
     """stop at a bad document (error), or skip and list it in rejected.jsonl"""
@@ -430,29 +439,29 @@ class Data:
     allow_lossy_tokenizer: bool = flag(False)
     """train although the tokenizer loses more than 0.1 % of the text"""
     doc_mask: bool = flag(False, built_in=True)
-    """restrict attention to the document, and restart positions in each"""
+    """let tokens attend only to their own document, and restart positions in each document"""
     train_on: str | None = flag(
         None, choices=("assistant", "last", "all"), needs="task=sft", unset="assistant"
     )
-    """the targets are all assistant turns (assistant), the last one of each conversation (last), or
-    everything (all)"""
+    """compute the loss on all assistant turns (assistant), on the last one of each conversation
+    (last), or on everything (all)"""
     chat_template: str | None = flag(None, needs="task=sft")
     """file of a Jinja chat template, as in tokenizer_config.json, or the name of a shipped one:
-    thoughts_and_tools (default: that of the model, else thoughts_and_tools)"""
+    thoughts_and_tools (default: the model's own, else thoughts_and_tools)"""
     chat_template_kwargs: str | None = flag(None, needs="task=sft")
     """variables of the chat template as a JSON object, such as {"enable_thinking": false}"""
     template_date: str | None = flag(None, needs="task=sft")
-    """the date YYYY-MM-DD that strftime_now gives a chat template, on every day of the run
-    (default: 2024-07-26, which Llama 3 has for a host without a clock)"""
+    """date (YYYY-MM-DD) shown to chat templates that print today's date, fixed for the whole run
+    (default: 2024-07-26, as in Llama 3)"""
     skip_rows: str | None = flag(None)
-    """file of rows that are never read: per line a row such as 17, a range such as 17:19, or a JSON
-    object with a row; `minimind data at RUN --steps A:B --rows` prints one"""
+    """file of rows that are never read. A line is a row such as 17, a range such as 17:19, or a
+    JSON object with a row; `minimind data at RUN --steps A:B --rows` prints such a file"""
     num_workers: int = flag(1, ge=0)
     """threads that prefetch rows; 0: read in the training thread"""
     cache_dir: str = flag("~/.cache/minimind")
     """cache of tokenizers and token shards, keyed by content"""
     max_cache_gib: float | None = flag(None, gt=0.0)
-    """GiB of fetched objects that --cache_dir keeps; others are deleted, oldest first"""
+    """maximum GiB of fetched objects in --cache_dir; the oldest are deleted first"""
 
 
 @dataclass(frozen=True)
@@ -462,25 +471,25 @@ class Output:
     out_dir: str = flag("out")
     """metrics, configuration and checkpoints of this run"""
     resume: str = flag("auto")
-    """auto: the newest valid checkpoint of out_dir; none: start over; or the path of a
-    checkpoint"""
+    """auto continues from the newest valid checkpoint in --out_dir, none starts over; or give the
+    path of a checkpoint"""
     save_interval: int = flag(1000, ge=1)
     """optimizer steps between checkpoints; the last step is always saved"""
     save_minutes: float = flag(30.0, ge=0.0)
     """also save after this many minutes without a checkpoint; 0: never"""
     keep_last: int = flag(2, ge=1)
-    """newest checkpoints to keep"""
+    """number of newest checkpoints to keep"""
     keep_every: int = flag(0, ge=0)
     """also keep checkpoints whose step is a multiple of this; 0: none"""
     keep_best: int = flag(0, ge=0)
-    """also keep this many checkpoints with the lowest validation loss, of those saved at a step
-    that was validated; 0: none"""
+    """also keep this many checkpoints with the lowest validation loss; only checkpoints of
+    validated steps count; 0: none"""
     keep_best_by: str = flag(VAL_LOSS, needs="keep_best")
-    """what is compared: val_loss, or a score: a task of --eval_tasks, or `average`"""
+    """compare val_loss or a score: the name of a task in --eval_tasks, or `average`"""
     mirror: str | None = flag(None)
-    """URL (s3://, gs:// or file://) to which checkpoints are uploaded in the background, and from
-    which --resume auto fetches one that is newer than those of out_dir; the end of the run waits
-    for uploads, at most 300 s"""
+    """URL (s3://, gs:// or file://) to which checkpoints are uploaded in the background. --resume
+    auto fetches a checkpoint from there if it is newer than all in --out_dir. At its end, the run
+    waits up to 300 s for uploads"""
     async_save: bool = flag(True)
     """write checkpoints in the background; needs memory for a copy of the optimizer state"""
     allow_change: str | None = flag(None)
@@ -489,9 +498,8 @@ class Output:
     eval_interval: int = flag(500, ge=1)
     """optimizer steps between validations; the last step is always validated"""
     eval_rows: int | None = flag(None, ge=0, takes_auto=True)
-    """held-out rows per validation, over all processes, spread over the held-out text; 0: none;
-    auto (the default): as many as bring the standard error of the loss below 1 %, within 3 % of the
-    time of training"""
+    """number of held-out rows per validation, over all processes; 0: none. auto (the default) takes
+    as many as bring the standard error of the loss below 1 %, within 3 % of the training time"""
     log_interval: int = flag(10, ge=1)
     """optimizer steps between log lines"""
     profile: bool = flag(False)
@@ -499,14 +507,14 @@ class Output:
     profile_interval: int = flag(10, ge=1, needs="profile")
     """optimizer steps between profile tables"""
     trace_steps: str | None = flag(None)
-    """FIRST:LAST: steps, both included, of which every rank writes a Chrome trace to
+    """FIRST:LAST; every rank writes a Chrome trace of these steps, both included, to
     out_dir/traces"""
     peak_tflops: float | None = flag(None, gt=0.0)
-    """peak of one device in TFLOPS in --dtype, dense, for MFU (default: data sheet values of known
-    NVIDIA GPUs)"""
+    """dense peak of one device in --dtype, in TFLOPS, which MFU is a fraction of (default: from the
+    data sheets of known NVIDIA GPUs)"""
     report_to: str = flag("none")
     """trackers that receive all metrics, separated by commas: none, or wandb, tensorboard, aim,
-    clearml, comet_ml, dvclive, mlflow, swanlab, trackio; a failing one never stops the run"""
+    clearml, comet_ml, dvclive, mlflow, swanlab, trackio; a failing tracker never stops the run"""
     wandb_project: str = flag("minimind", needs="report_to")
     """project name in the trackers"""
     wandb_run_name: str | None = flag(None, needs="report_to")
@@ -523,7 +531,7 @@ class Output:
     eval_tasks_interval: int = flag(0, ge=0, needs="eval_tasks")
     """optimizer steps between scores; the last step is always scored; 0: none"""
     eval_tasks_limit: int = flag(100, ge=1, needs="eval_tasks")
-    """questions of each task, the first ones, over all processes"""
+    """number of questions per task, over all processes; the first ones are asked"""
 
 
 @dataclass(frozen=True)
@@ -531,26 +539,26 @@ class Engine:
     """How and where the run computes."""
 
     verify_interval: int = flag(0, ge=0)
-    """optimizer steps between checks for silent corruption: ranks compare weights and state, and
-    compute some rows again, each twice and once for its neighbour; 0: never"""
+    """how often ranks check each other for silent corruption, in optimizer steps: they compare
+    weights and recompute a few rows; 0: never"""
     on_corruption: str | None = flag(
         None, choices=("warn", "stop"), needs="verify_interval", unset="warn"
     )
     """log what differs and go on (warn), or end the run with status 11 (stop)"""
     compile: str = flag("auto", choices=("auto", "on", "off"))
-    """torch.compile the model and its loss; auto: on GPUs, for ZeRO stages 0 to 2 without
-    experts"""
+    """run torch.compile on the model and its loss; auto does so on GPUs, at ZeRO stages 0 to 2,
+    without experts"""
     zero_update: str = flag("auto", choices=("auto", "deepspeed"))
-    """who updates at ZeRO stages 0 to 2: DeepSpeed by its own path (deepspeed), or the same numbers
-    with kernels per bucket instead of per parameter where the DeepSpeed JSON allows it (auto); the
-    start says which"""
+    """how weights are updated at ZeRO stages 0 to 2: by DeepSpeed's own path (deepspeed), or with
+    kernels per bucket instead of per parameter, where the DeepSpeed JSON allows it (auto). Both
+    give the same numbers; the start says which is used"""
     loss: str = flag("auto", choices=("auto", "full", "chunked"))
-    """compute the logits of a micro-batch at once (full), or of 1,024 positions at a time,
-    recomputed in the backward pass (chunked): less memory, slower; auto: chunked on GPUs if the
-    model is not compiled"""
+    """compute the logits of a micro-batch at once (full), or of 1,024 positions at a time
+    (chunked), which takes less memory and more time. auto is chunked on GPUs if the model is not
+    compiled"""
     deepspeed_config: str | None = flag(None)
-    """DeepSpeed JSON, its 'auto' values filled from these flags, or the name of a shipped one, such
-    as zero1; none: train without DeepSpeed (default: the file of `accelerate launch`)"""
+    """DeepSpeed JSON, or the name of a shipped one, such as zero1; its 'auto' values are filled
+    from these flags. none trains without DeepSpeed (default: the file of `accelerate launch`)"""
     sequence_parallel: int = flag(
         1,
         ge=1,
@@ -561,19 +569,21 @@ class Engine:
             "verify_interval": "rows that are divided are not computed again",
         },
     )
-    """adjacent processes that divide the positions of each row (Ulysses), for long rows"""
+    """number of adjacent processes that divide the positions of each row (Ulysses), for long
+    rows"""
     tensor_parallel: int = flag(1, ge=1)
-    """processes that share every weight matrix of a block and read the same rows; needs DeepSpeed
-    at ZeRO stages 0 to 2"""
+    """number of processes that share every weight matrix of a block and read the same rows; needs
+    DeepSpeed at ZeRO stages 0 to 2"""
     device: str = flag("auto", choices=DEVICES)
-    """auto uses GPUs if there are any; mps (Apple silicon) has one process and no DeepSpeed"""
+    """where the run computes; auto uses GPUs if there are any; mps (Apple silicon) has one process
+    and no DeepSpeed"""
     dist_timeout: int = flag(120, ge=1)
-    """seconds that a rank waits for another"""
+    """maximum seconds that a rank waits for another"""
     local_rank: int | None = flag(None, ge=0)
     """set by the deepspeed launcher; the environment has the same value"""
     dry_run: bool = flag(False)
-    """print every resolved value and its cost after a look at every path and the first records,
-    then exit; with --device (cuda, mps, ...) also where there is none"""
+    """check flags, paths and the first records, print all values and the memory estimate, and exit;
+    --device cuda works on a machine without a GPU"""
     verbose: bool = flag(False)
     """print every flag and DeepSpeed key with value and source at the start"""
     debug: bool = flag(False)

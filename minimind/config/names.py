@@ -38,11 +38,16 @@ def no_such_name(name: str, shipped: Sequence[str], kind: str) -> str:
     return f"{name}: no such {kind} or file; {hint}"
 
 
+# What flags are called in other commands or by torchrun, where the letters are not close.
+OTHER_NAMES = {"out": "out_dir", "world_size": "gpus", "keep": "keep_last"}
+
+
 def closest(name: str, names: Sequence[str]) -> str | None:
     """The name that an unknown one is a slip of; None if none is close."""
     plain = {known.lstrip("-"): known for known in names}
     word = str(name).lstrip("-")
-    close = [known for known in plain if sorted(known) == sorted(word)]  # letters out of order
+    close = [known for known in (OTHER_NAMES.get(word),) if known in plain]
+    close += [known for known in plain if sorted(known) == sorted(word)]  # letters out of order
     longer = [known for known in plain if known.startswith(word)]
     close += longer if len(longer) == 1 and len(word) > 3 else []
     close += difflib.get_close_matches(word, plain, n=1, cutoff=0.8)

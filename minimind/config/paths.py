@@ -28,15 +28,15 @@ from minimind.runtime.urls import is_url, masked
 # The error for each flag, of runs and of commands. A command may replace some (`origins`).
 ORIGINS: dict[str, type[RunError]] = {
     **dict.fromkeys(("data_path", "val_path", "source", "tokenizer", "skip_rows"), DataError),
-    **dict.fromkeys(("paths", "data", "directory", "decontaminate", "classifier"), DataError),
-    **dict.fromkeys(("init_from", "resume", "checkpoint"), CheckpointError),
+    **dict.fromkeys(("paths", "directory", "decontaminate", "classifier"), DataError),
+    **dict.fromkeys(("init_from", "resume", "checkpoint", "place"), CheckpointError),
     **dict.fromkeys(("config", "model", "deepspeed_config", "chat_template"), UsageError),
     **dict.fromkeys(("stages", "sources", "eval_tasks", "sweep", "tools"), UsageError),
     **dict.fromkeys(("sample_prompts", "prompts", "prompt_file"), DataError),
     **dict.fromkeys(("out", "out_dir", "cache_dir", "mirror"), StorageError),
-    **dict.fromkeys(("place", "places", "run"), StorageError),
+    "places": StorageError,
 }
-POSITIONAL = ("paths", "directory", "place", "places", "run", "sweep")
+POSITIONAL = ("paths", "directory", "place", "places", "sweep")
 WRITTEN = ("out", "out_dir", "cache_dir", "mirror")
 
 

@@ -227,7 +227,7 @@ def documents_of(
         if cache is not None and is_url(url) and (directory or missing_of(folder)):
             folder = Path(local_folder(url, cache))
         if missing := missing_of(folder):
-            way = "" if mixed else ", or give --data with a folder of the same text"
+            way = "" if mixed else ", or give --data_path with a folder of the same text"
             raise DataError(
                 f"{directory or folder}: has no {missing[0]}, and the run was trained on this"
                 f" folder; restore it{way}"
@@ -243,8 +243,8 @@ def documents_of(
         prepared = open_prepared(folders[0])
     if prepared.manifest["fingerprint"] != stretch.data["fingerprint"]:
         raise DataError(
-            f"{prepared}: holds other text than the run was trained on; restore it, or give --data"
-            " with a folder of the same text"
+            f"{prepared}: holds other text than the run was trained on; restore it, or give"
+            " --data_path with a folder of the same text"
         )
     return Documents.of(replace(prepared, names=stretch.data["renamed"]), cache)
 

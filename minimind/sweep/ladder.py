@@ -49,7 +49,7 @@ LADDER = Command(
     "minimind scaling run",
     1,
     "sizes, tokens, tokens_per_param and predict may change",
-    "change sizes, or change flags and give another --out",
+    "change sizes, or change flags and give another --out_dir",
 )
 METRIC = "val_loss"
 LENGTHS = ("max_tokens", "tokens_per_param", "max_steps", "epochs", "max_flops")
@@ -313,7 +313,7 @@ def run_ladder(
             ((name, reason),) = ended.left_out.items()
             print(
                 f"{LADDER.name}: no loss to compare: {name} {reason}; change predict, or change"
-                " flags and give another --out",
+                " flags and give another --out_dir",
                 file=sys.stderr,
             )
             return end.exit_status or NumericError.status

@@ -73,7 +73,7 @@ SWEEP = Command(
     "minimind sweep",
     3,
     "only trials may grow",
-    "change flags or dimensions, and give another --out",
+    "change flags or dimensions, and give another --out_dir",
 )
 
 
@@ -369,12 +369,12 @@ def opened(
         foreign = sorted(n for n in names if n != LOCK and not A_DRAFT.fullmatch(n))
         if foreign:
             raise UsageError(
-                f"--out {place} holds {foreign[0]!r} and no {ACCEPTED}: it is no folder of a sweep;"
-                " give another"
+                f"--out_dir {place} holds {foreign[0]!r} and no {ACCEPTED}: it is no folder of a"
+                " sweep; give another"
             )
         for run in runs:
             require_inputs(run)
-    with lock_out_dir(place, "--out"):
+    with lock_out_dir(place, "--out_dir"):
         accept(command, common, path, place)
         stop = StopRequest()
         stop.listen()
@@ -389,12 +389,12 @@ def accept(command: Command, common: dict[str, Any], path: str, place: Path) -> 
             changed = changed_fields(json.loads(read_small_text(accepted)), common)
         except (ValueError, AttributeError) as error:
             raise StorageError(
-                f"{accepted}: is not as the command wrote it; give another --out"
+                f"{accepted}: is not as the command wrote it; give another --out_dir"
             ) from error
         if changed:
             raise UsageError(
-                f"{', '.join(changed)} in {path} changed since --out {place} was started;"
-                f" {command.changes}: restore it, or give another --out"
+                f"{', '.join(changed)} in {path} changed since --out_dir {place} was started;"
+                f" {command.changes}: restore it, or give another --out_dir"
             )
     write_whole(accepted, json.dumps(common, indent=2).encode())
 
@@ -408,7 +408,7 @@ def conclude(sweep: Sweep, runner: Runner, status: int) -> int:
     if results:
         cells = table(results, sweep.metric, sweep.dimensions)
         page = place / "sweep.html"
-        write_page(render(sweep, results, place), page, "give another --out")
+        write_page(render(sweep, results, place), page, "give another --out_dir")
         print(f"\n{table_text(cells)}\n\n{page}: plots")
     if best := best_of(results):
         print(f"best: {best.folder}\n{best_command(sweep, best, place)}")

@@ -18,12 +18,12 @@ def what_next(run: RunConfig) -> str:
     if run.task == "sft":
         lines = {
             "chat": f"{command} chat --checkpoint {place}",
-            "measure": f"{command} eval --task sft --checkpoint {place} --data TALK.jsonl",
+            "measure": f"{command} eval --task sft --checkpoint {place} --data_path TALK.jsonl",
         }
     else:
         lines = {
             "write": f'{command} generate --checkpoint {place} --prompt "..."',
-            "measure": f"{command} eval --checkpoint {place} --data TEXT.jsonl",
+            "measure": f"{command} eval --checkpoint {place} --data_path TEXT.jsonl",
         }
         if run.hugging_face is None:
             talk = "--data_path TALK.jsonl --out_dir DIR"

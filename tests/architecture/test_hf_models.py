@@ -326,7 +326,7 @@ def test_text_is_written_with_the_tokenizers_ids_alone(kind, trained, capsys):
 
 def test_eval_reads_it(text, trained):
     place = str(trained("gpt2") / "out")
-    assert main(["eval", "--checkpoint", place, "--data", str(text / "text.jsonl")]) == 0
+    assert main(["eval", "--checkpoint", place, "--data_path", str(text / "text.jsonl")]) == 0
 
 
 @pytest.mark.parametrize("form", ["llama", "minimind", "gguf"])

@@ -406,10 +406,10 @@ def test_sizes_are_read_as_written(capsys, written: str, size: int):
     assert f"of {size / GIB:.2f} GiB" in out
 
 
-def test_world_size_and_dashes_are_other_ways_to_state_the_same(capsys):
+def test_dashes_are_another_way_to_state_the_same(capsys):
     one = plan_output(capsys, f"{LARGE} --gpus 4")
-    assert plan_output(capsys, f"{LARGE.replace('_', '-')} --world-size 4") == one
-    assert plan_output(capsys, f"{LARGE} --world_size=4") == one
+    assert plan_output(capsys, f"{LARGE.replace('_', '-')} --gpus 4") == one
+    assert plan_output(capsys, f"{LARGE} --gpus=4") == one
 
 
 def test_an_apple_gpu_has_no_stage_to_compare(capsys: pytest.CaptureFixture[str]):

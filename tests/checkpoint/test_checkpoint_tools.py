@@ -375,21 +375,21 @@ def test_one_tensor_at_a_time_is_in_memory(run_dir, tmp_path, monkeypatch):
 def test_prune_keeps_the_newest_and_sweeps_the_rest(run_dir, capsys):
     leave_behind(run_dir)
     before = names(run_dir)
-    assert checkpoint("prune", run_dir, "--keep", 2, "--dry_run") == 0
+    assert checkpoint("prune", run_dir, "--keep_last", 2, "--dry_run") == 0
     dry = capsys.readouterr().out
     assert names(run_dir) == before
-    assert checkpoint("prune", run_dir, "--keep", 2) == 0
+    assert checkpoint("prune", run_dir, "--keep_last", 2) == 0
     assert capsys.readouterr().out == dry.replace("would delete", "deleted")
     assert dry.count("\n") == 5
     assert "step_00000002 (0.2 MiB)" in dry
     assert names(run_dir) == ["step_00000004", "step_00000006"]
-    assert checkpoint("prune", run_dir, "--keep", 2) == 0
+    assert checkpoint("prune", run_dir, "--keep_last", 2) == 0
     assert "nothing to delete" in capsys.readouterr().out
 
 
 def test_prune_counts_only_what_is_valid(run_dir, capsys):
     damage(step(run_dir, 6) / "state.json")
-    assert checkpoint("prune", run_dir, "--keep", 1) == 0
+    assert checkpoint("prune", run_dir, "--keep_last", 1) == 0
     output = capsys.readouterr().out
     assert "step_00000006 stays, but is damaged and not counted: state.json" in output
     assert names(run_dir) == ["step_00000004", "step_00000006"]
@@ -400,26 +400,28 @@ def test_prune_deletes_nothing_where_all_are_damaged(run_dir, capsys):
     before = names(run_dir)
     for path in published_checkpoints(run_dir / "checkpoints"):
         damage(path / "state.json")
-    assert checkpoint("prune", run_dir, "--keep", 1) == 4
+    assert checkpoint("prune", run_dir, "--keep_last", 1) == 4
     assert "no checkpoint" in capsys.readouterr().err
     assert names(run_dir) == before
 
 
 def test_prune_waits_for_no_run(run_dir, capsys):
     with lock_out_dir(run_dir):
-        assert checkpoint("prune", run_dir, "--keep", 1) == 8
+        assert checkpoint("prune", run_dir, "--keep_last", 1) == 8
     assert "error[E_LOCKED]" in capsys.readouterr().err
     assert len(names(run_dir)) == 3
 
 
-@pytest.mark.parametrize("words", [("--keep", "0"), ("--keep", "-1"), (), ("--kee", "1")])
+@pytest.mark.parametrize(
+    "words", [("--keep_last", "0"), ("--keep_last", "-1"), (), ("--keep_las", "1"), ("--keep", "1")]
+)
 def test_prune_wants_to_know_how_many(words, run_dir):
     assert checkpoint("prune", run_dir, *words) == 2
     assert len(names(run_dir)) == 3
 
 
 def test_prune_is_for_a_run_and_not_for_one_of_its_checkpoints(run_dir):
-    assert checkpoint("prune", step(run_dir, 2), "--keep", 1) == 2
+    assert checkpoint("prune", step(run_dir, 2), "--keep_last", 1) == 2
     assert len(names(run_dir)) == 3
 
 
@@ -438,7 +440,7 @@ def loaded(lines: list[str], modules: str) -> str:
 
 def test_no_command_needs_deepspeed_and_looking_needs_no_torch(run_dir, tmp_path):
     heavy = "deepspeed accelerate transformers"
-    light = [f"list {run_dir} --verify", f"prune {run_dir} --keep 2 --dry_run"]
+    light = [f"list {run_dir} --verify", f"prune {run_dir} --keep_last 2 --dry_run"]
     assert loaded(light, f"{heavy} torch numpy") == "[0, 0] []"
     reading = [f"verify {run_dir}", f"diff {run_dir} {run_dir}"]
     assert loaded(reading, heavy) == "[0, 0] []"

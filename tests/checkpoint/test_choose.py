@@ -171,7 +171,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_not_passed_over(
     assert steps(run) == ["step_00000004", "step_00000002"]
     assert main(["checkpoint", "verify", str(run)]) == 4
     assert f"UNREADABLE: {name} cannot be read" in capsys.readouterr().out
-    assert main(["checkpoint", "prune", str(run), "--keep", "1"]) == 4
+    assert main(["checkpoint", "prune", str(run), "--keep_last", "1"]) == 4
     assert len(steps(run)) == 2
 
 

@@ -238,9 +238,9 @@ def test_list_says_why_each_is_kept(run_dir, capsys):
     ("words", "left"),
     [
         ([], [8, 4]),
-        (["--keep", "2"], [8, 6, 4]),
+        (["--keep_last", "2"], [8, 6, 4]),
         (["--keep_best", "0"], [8]),
-        (["--keep", "1", "--keep_every", "3", "--keep_best", "2"], [8, 6, 4, 2]),
+        (["--keep_last", "1", "--keep_every", "3", "--keep_best", "2"], [8, 6, 4, 2]),
     ],
 )
 def test_prune_applies_the_rules_of_the_run_unless_others_are_given(words, left, run_dir):

@@ -248,7 +248,7 @@ def test_a_system_message_that_is_none(start, system: str, words: str):
 
 
 @pytest.mark.parametrize(
-    "words", [["chat", "--once", "hi"], ["eval", "--task", "sft", "--data", "talk.jsonl"]]
+    "words", [["chat", "--once", "hi"], ["eval", "--task", "sft", "--data_path", "talk.jsonl"]]
 )
 def test_a_model_without_a_template_is_refused(
     words: list[str], trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys

@@ -58,7 +58,7 @@ def test_sources_of_the_same_name_in_two_folders_are_distinguished(
     for folder, text in zip(folders, trained.texts.values(), strict=True):
         assert main(["prepare", str(text), "--out", str(folder), *learnt]) == 0
     ask = ("--checkpoint", trained.run, "--split", "train", "--max_rows", "2")
-    found = evaluate(capsys, *ask, "--data", *folders)
+    found = evaluate(capsys, *ask, "--data_path", *folders)
     assert [*found["by_source"]] == [f"{folder}:data" for folder in folders]
 
 
@@ -68,7 +68,7 @@ def test_raw_text_may_be_as_long_as_the_tokenizer_accepts(
     monkeypatch.setattr(SentencePieceTokenizer, "longest_at_once", 10)
     ask = ["--checkpoint", str(trained.run), "--cache_dir", str(trained.cache), "--device", "cpu"]
     text = str(next(iter(trained.texts.values())))
-    assert main(["eval", *ask, "--data", text]) == 3
+    assert main(["eval", *ask, "--data_path", text]) == 3
     assert "max_document_bytes = 10;" in capsys.readouterr().err
 
 
@@ -77,7 +77,7 @@ def test_scores_of_raw_text_equal_the_definition(
 ):
     a, b = trained.texts.values()
     ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--batch_size", "7")
-    found = evaluate(capsys, *ask, "--data", a, b, "--max_seq_len", "48")
+    found = evaluate(capsys, *ask, "--data_path", a, b, "--max_seq_len", "48")
     whole = [0.0, 0.0, 0.0]
     for path in (a, b):
         loss, tokens, size = direct(trained.run, texts_of(path), 48)
@@ -95,7 +95,7 @@ def test_scores_of_raw_text_equal_the_definition(
 def test_batch_size_does_not_matter_and_splits_contain_all_texts(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ):
-    ask = ("--checkpoint", trained.run, "--data")
+    ask = ("--checkpoint", trained.run, "--data_path")
     val = evaluate(capsys, *ask, trained.mixed)
     for size in (1, 10**30):
         again = evaluate(capsys, *ask, trained.mixed, "--batch_size", size)
@@ -122,7 +122,7 @@ def test_bytes_per_text_are_exact_if_known(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--data")
+    ask = ("--checkpoint", trained.run, "--cache_dir", trained.cache, "--data_path")
     plain = evaluate(capsys, *ask, trained.mixed)
     few = evaluate(capsys, *ask, trained.texts["a"], "--max_rows", "1")
     every = evaluate(capsys, *ask, trained.texts["a"], "--max_rows", 10**6)
@@ -150,8 +150,8 @@ def test_documents_are_scored_separately_for_any_training_mask(
     for doc_mask in (False, True):
         config = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps({**config, "doc_mask": doc_mask}))
-        separate = evaluate(capsys, "--model", out, "--data", trained.mixed)
-        packed = evaluate(capsys, "--model", out, "--data", trained.mixed, "--no-doc_mask")
+        separate = evaluate(capsys, "--model", out, "--data_path", trained.mixed)
+        packed = evaluate(capsys, "--model", out, "--data_path", trained.mixed, "--no-doc_mask")
         found.append((separate, packed))
     assert found[0] == found[1]
 
@@ -163,7 +163,7 @@ def test_bad_lines_are_an_error_or_skipped_and_reported(
     lines = trained.texts["a"].read_text().splitlines()[:8]
     text.write_text("\n".join([*lines[:4], "\0\0", *lines[4:]]) + "\n")
     cache = ("--cache_dir", str(tmp_path / "cache"))
-    ask = ("--checkpoint", str(trained.run), "--data", str(text), *cache)
+    ask = ("--checkpoint", str(trained.run), "--data_path", str(text), *cache)
     assert main(["eval", *ask]) == 3
     assert "skip bad documents with --on_bad_data skip" in capsys.readouterr().err
     assert main(["eval", *ask, "--on_bad_data", "skip"]) == 3
@@ -182,12 +182,12 @@ def test_a_full_standard_output_is_a_storage_error(
 ):
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(full, write_through=True))
-        assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 5
+        assert main(["eval", str(trained.run), "--data_path", str(trained.mixed)]) == 5
     assert "standard output: No space left on device; free" in capsys.readouterr().err
 
 
 def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]):
-    assert main(["eval", "--checkpoint", str(trained.run), "--data", str(trained.mixed)]) == 0
+    assert main(["eval", "--checkpoint", str(trained.run), "--data_path", str(trained.mixed)]) == 0
     path, head, *rows = capsys.readouterr().out.splitlines()
     assert path.endswith("step_00000006")
     assert head.split() == ["source", "loss", "+-", "perplexity", "bits/byte", "tokens"]
@@ -197,18 +197,18 @@ def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ("--data MIXED", 2, "neither was given; give one"),
-        ("--checkpoint RUN --model RUN --data MIXED", 2, "both were given; give one"),
-        ("--model RUN --data MIXED", 2, "is of a training run; give it as --checkpoint"),
-        ("--model A --data MIXED", 4, "right name), not a file of torch.save"),
-        ("--checkpoint RUN --data nowhere.jsonl", 3, "nowhere.jsonl"),
-        ("--checkpoint RUN --data A --split val", 2, "is raw text; leave --split out"),
-        ("--checkpoint RUN --data MIXED --max_seq_len 65", 2, "more than the 64 positions"),
-        ("--checkpoint RUN --data A A", 2, "is named twice; name it once"),
-        ("--checkpoint RUN --data MIXED MIXED/", 2, "named twice; name it once"),
-        ("--checkpoint RUN --data A FOLDER", 2, "name it once"),
-        ("--checkpoint RUN --data WHOLE", 3, "val split holds no text; give --split train, or"),
-        ("--checkpoint RUN --data OTHER", 3, "prepared with another tokenizer than the model's"),
+        ("--data_path MIXED", 2, "no RUN is given; name"),
+        ("--checkpoint RUN --model RUN --data_path MIXED", 2, "both were given; give one"),
+        ("--model RUN --data_path MIXED", 2, "is of a training run; give it as --checkpoint"),
+        ("--model A --data_path MIXED", 4, "right name), not a file of torch.save"),
+        ("--checkpoint RUN --data_path nowhere.jsonl", 3, "nowhere.jsonl"),
+        ("--checkpoint RUN --data_path A --split val", 2, "is raw text; leave --split out"),
+        ("--checkpoint RUN --data_path MIXED --max_seq_len 65", 2, "more than the 64 positions"),
+        ("--checkpoint RUN --data_path A A", 2, "is named twice; name it once"),
+        ("--checkpoint RUN --data_path MIXED MIXED/", 2, "named twice; name it once"),
+        ("--checkpoint RUN --data_path A FOLDER", 2, "name it once"),
+        ("--checkpoint RUN --data_path WHOLE", 3, "val split holds no text; give --split train,"),
+        ("--checkpoint RUN --data_path OTHER", 3, "prepared with another tokenizer than the model"),
     ],
 )
 def test_invalid_input_gives_a_one_line_error(
@@ -243,7 +243,7 @@ def test_invalid_input_gives_a_one_line_error(
 def test_two_processes_give_the_same_result_as_one(
     trained: Trained, nursery: Nursery, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
+    ask = ["--checkpoint", str(trained.run), "--data_path", str(trained.mixed), "--batch_size", "3"]
     alone = evaluate(capsys, *ask)
     words = ["eval", *ask, "--device", "cpu", "--json"]
     statuses, out, _ = nursery.run("minimind.cli.main", words, tmp_path / "ranks")
@@ -260,7 +260,7 @@ def test_two_processes_give_the_same_result_as_one(
 def test_other_launchers_give_the_same_result(
     launcher: str, trained: Trained, capsys: pytest.CaptureFixture[str]
 ):
-    ask = ["--checkpoint", str(trained.run), "--data", str(trained.mixed), "--batch_size", "3"]
+    ask = ["--checkpoint", str(trained.run), "--data_path", str(trained.mixed), "--batch_size", "3"]
     alone = evaluate(capsys, *ask)
     config = str(ROOT / "configs" / "accelerate_config.yaml")
     port = ["--main_process_port", str(free_port())]
@@ -318,7 +318,8 @@ def test_invalid_config_of_a_directory_gives_a_one_line_error(
     config.write_text(change if isinstance(change, str) else json.dumps(change))
     capsys.readouterr()
     text = str(trained.texts["a"])
-    words = ["eval", "--model", str(exported), "--data", text, "--cache_dir", str(trained.cache)]
+    words = ["eval", "--model", str(exported), "--data_path", text]
+    words += ["--cache_dir", str(trained.cache)]
     assert main(words) == 4
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

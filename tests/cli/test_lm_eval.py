@@ -121,7 +121,7 @@ def test_our_commands_read_the_directory_too(
     exported: Path, trained: Trained, capsys: pytest.CaptureFixture[str]
 ):
     ask = ["--model", str(exported), "--device", "cpu"]
-    assert main(["eval", *ask, "--data", str(trained.mixed), "--json"]) == 0
+    assert main(["eval", *ask, "--data_path", str(trained.mixed), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == str(exported)
     assert found["tokens"] > 0

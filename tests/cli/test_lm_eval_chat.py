@@ -114,14 +114,14 @@ def test_a_model_without_a_template_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give --data TEXT, --tasks TASK, or --lm_eval TASK"),
-        (["--data", "a", "--lm_eval", "b"], "--data and --lm_eval exclude one another"),
+        ([], "give --data_path TEXT, --tasks TASK, or --lm_eval TASK"),
+        (["--data_path", "a", "--lm_eval", "b"], "--data_path and --lm_eval exclude one another"),
         (["--tasks", "cloze", "--lm_eval", "b"], "--tasks takes the tasks of both"),
         (["--tasks", "cloze", "--chat"], "--chat and --tasks exclude one another"),
-        (["--tasks", "cloze"], "needs --data with --model; name some text"),
-        (["--data", "a", "--dtype", "bfloat16"], "--dtype without --tasks; give --tasks too"),
-        (["--data", "a", "--chat"], "--chat without --lm_eval; give --lm_eval"),
-        (["--data", "a", "--limit", "3"], "--limit 3 is for --lm_eval and --tasks"),
+        (["--tasks", "cloze"], "needs --data_path with --model; name some text"),
+        (["--data_path", "a", "--dtype", "bfloat16"], "--dtype without --tasks; give --tasks too"),
+        (["--data_path", "a", "--chat"], "--chat without --lm_eval; give --lm_eval"),
+        (["--data_path", "a", "--limit", "3"], "--limit 3 is for --lm_eval and --tasks"),
         (["--lm_eval", "b", "--split", "val"], "--split and --lm_eval exclude one another"),
         (["--lm_eval", "b", "--no-doc_mask"], "--no-doc_mask and --lm_eval exclude one another"),
         pytest.param(

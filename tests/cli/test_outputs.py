@@ -35,8 +35,8 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "consolidate": ("checkpoint consolidate RUN --out OUT", "--force"),
     "average": ("checkpoint average RUN ONE --out OUT", "--force"),
     "tokenizer train": ("tokenizer train TEXT --vocab_size 600 --out OUT", "--force"),
-    "sweep": ("sweep SWEEP --out OUT", ""),
-    "scaling, run": ("scaling run LADDER --out OUT", ""),
+    "sweep": ("sweep SWEEP --out_dir OUT", ""),
+    "scaling, run": ("scaling run LADDER --out_dir OUT", ""),
 }
 FILES: dict[str, tuple[str, str]] = {
     "report": ("report RUN --out OUT", "--force"),
@@ -142,7 +142,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(
     forces = ("",) if (writer, thing) in OWN or not force else ("", " --force")
     for force in forces:
         assert main(words(place, command + force, out)) == 2
-        assert f"--out {out} " in capsys.readouterr().err
+        assert f"{command.split()[-2]} {out} " in capsys.readouterr().err
         assert content(tmp_path) == before
 
 
@@ -489,18 +489,19 @@ PATHS = (
     ),
     *("train --init_from URL", "train --task sft --chat_template URL", "train --skip_rows URL"),
     *("prepare TEXT --out URL", "prepare TEXT --out=URL", "prepare TEXT --out o --tokenizer URL"),
-    *("prepare --sources URL --out o", "data filter TEXT --out URL", "sweep URL --out o"),
-    *("sweep SWEEP --out URL", "tokenizer train TEXT --out URL", "tokenizer inspect URL"),
+    *("prepare --sources URL --out o", "data filter TEXT --out URL", "sweep URL --out_dir o"),
+    *("sweep SWEEP --out_dir URL", "tokenizer train TEXT --out URL", "tokenizer inspect URL"),
     *(
         "export --checkpoint RUN --format llama --out URL",
         "export --checkpoint URL --format llama --out o",
     ),
     *("import --from llama EXPORT --out URL", "import --from llama URL --out o"),
     *("checkpoint consolidate RUN --out URL", "checkpoint average RUN URL --out o"),
-    *("checkpoint list URL", "checkpoint prune --checkpoint URL --keep 1", "report RUN --out URL"),
-    *("report RUN URL", "scaling RUN --out URL", "env --out_dir URL"),
+    *("checkpoint list URL", "checkpoint prune --checkpoint URL --keep_last 1"),
+    *("report RUN --out URL", "report RUN URL", "scaling RUN --out URL", "env --out_dir URL"),
     *("generate --checkpoint URL --prompt a", "generate --checkpoint RUN --prompts URL"),
-    *("chat --model URL --once a", "eval --checkpoint URL --data TEXT", "data at URL --step 1"),
+    *("chat --model URL --once a", "eval --checkpoint URL --data_path TEXT"),
+    *("data at URL --step 1", "doctor --checkpoint URL", "generate URL --prompt a"),
 )
 
 

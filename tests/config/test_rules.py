@@ -66,7 +66,7 @@ def test_auto_from_python_and_no_auto_for_other_flags():
 
 def test_the_help_says_by_what_a_rule_decides():
     text = " ".join(build_parser().format_help().split())
-    assert "peak learning rate (default: auto, by the parameters and tokens of the run)" in text
+    assert f"peak learning rate (default: auto, {RULED['learning_rate']})" in text
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "batch_size"])

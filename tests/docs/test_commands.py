@@ -209,7 +209,7 @@ def environment(place: Path) -> dict[str, str]:
 
 def test_what_a_command_writes_is_not_there_before_it():
     commands = ["minimind prepare books/ kjv.jsonl --out data/big  # not poems.jsonl"]
-    commands += ["minimind eval --model exported --data data/big", "bash r.sh --model hf:DIR"]
+    commands += ["minimind eval --model exported --data_path data/big", "bash r.sh --model hf:DIR"]
     names = ("books/", "kjv/", "kjv.jsonl", "poems.jsonl", "data/big", "exported", "DIR")
     assert needed(commands, names) == ["books/", "kjv.jsonl", "exported", "DIR"]
 

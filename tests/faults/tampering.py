@@ -138,7 +138,7 @@ TOOLS: dict[str, Callable[[Path], int]] = {
     "verify": command("checkpoint verify RUN"),
     "diff": command("checkpoint diff RUN RUN"),
     "consolidate": command("checkpoint consolidate RUN --out OUT --force"),
-    "prune": command("checkpoint prune RUN --keep 1"),
+    "prune": command("checkpoint prune RUN --keep_last 1"),
 }
 
 

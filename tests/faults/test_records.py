@@ -252,9 +252,9 @@ def test_prune_deletes_nothing_where_a_rule_is_in_doubt(
 
 
 def test_rules_that_are_all_given_need_no_config(kept_run: Path, tmp_path: Path, capsys: Any):
-    words = ["--keep", "1", "--keep_every", "0"]
+    words = ["--keep_last", "1", "--keep_every", "0"]
     assert pruned(kept_run, "config.yaml", b"", tmp_path / "run", *words) == 4
-    assert "--keep, --keep_every and --keep_best" in capsys.readouterr().err
+    assert "--keep_last, --keep_every and --keep_best" in capsys.readouterr().err
     assert pruned(kept_run, "config.yaml", b"", tmp_path / "run", *words, "--keep_best", "1") == 0
     assert steps(tmp_path / "run") == [8, 2]
 

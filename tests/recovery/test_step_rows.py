@@ -275,7 +275,7 @@ def test_a_log_without_an_order_or_with_other_text_is_refused(recorded: Recorded
         documents_of(read_run(changed_log(recorded, tmp_path / "other", data=data)).stretches[0])
     data["directory"] = str(tmp_path / "gone")
     gone = read_run(changed_log(recorded, tmp_path / "a", data=data)).stretches[0]
-    with pytest.raises(DataError, match=r"has no manifest.json, .* or give --data"):
+    with pytest.raises(DataError, match=r"has no manifest.json, .* or give --data_path"):
         documents_of(gone)
 
 

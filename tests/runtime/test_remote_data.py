@@ -383,7 +383,7 @@ def test_the_folder_of_a_run_may_be_a_url(
     assert json.loads(start)["data"]["url"] == url
     shutil.rmtree(tmp_path / "a cache")
     assert main(["data", "at", out, "--step", "1", *places]) == 0
-    assert main(["data", "at", out, "--step", "1", "--data", url, *places]) == 0
+    assert main(["data", "at", out, "--step", "1", "--data_path", url, *places]) == 0
 
 
 def run_log(run_dir: Path, prepared: Prepared) -> str:

@@ -37,7 +37,7 @@ def write(place: Path, corpus: Path, trials: int, steps: int, **more: Any) -> Pa
 
 def start(path: Path, out: Path, command: str = "sweep") -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "minimind.cli.main", *command.split()]
-    words += [str(path), "--out", str(out)]
+    words += [str(path), "--out_dir", str(out)]
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environ = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(

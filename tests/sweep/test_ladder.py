@@ -111,8 +111,8 @@ def write_spec(place: Path, **changes: Any) -> Path:
 
 
 def train(tmp_path: Path, *more: str, **changes: Any) -> int:
-    words = ["scaling", "run", write_spec(tmp_path, **changes), "--out", tmp_path / "out", *more]
-    return main([*map(str, words)])
+    words = ["scaling", "run", write_spec(tmp_path, **changes), "--out_dir", tmp_path / "out"]
+    return main([*map(str, words), *map(str, more)])
 
 
 def test_the_predicted_run_is_the_last_and_no_part_of_the_fit(tmp_path, capsys, made):
@@ -242,7 +242,7 @@ def test_without_a_run_that_ends_well_the_status_tells_why(tmp_path, capsys, mad
         assert train(tmp_path) == 6
         sentence = (
             f"minimind scaling run: no trial finished with a val_loss: {FITTED[-1]} diverged by"
-            " step 20; change sizes, or change flags and give another --out\n"
+            " step 20; change sizes, or change flags and give another --out_dir\n"
         )
         assert sentence in capsys.readouterr().err
     assert sorted(made.starts) == FITTED
@@ -262,7 +262,7 @@ def test_a_predicted_run_without_a_loss_has_a_status_of_its_own(tmp_path, capsys
     assert train(tmp_path) == 10
     sentence = (
         f"minimind scaling run: no loss to compare: {LAST} out of memory; change predict, or"
-        " change flags and give another --out\n"
+        " change flags and give another --out_dir\n"
     )
     assert sentence in capsys.readouterr().err
 
@@ -526,7 +526,7 @@ def test_changed_flags_are_refused_by_their_names(tmp_path, capsys, made):
     assert train(tmp_path, predict=None) == 75
     assert train(tmp_path, flags={**CONTENT["flags"], "n_layers": 5}) == 2
     path, out = tmp_path / "spec.yaml", tmp_path / "out"
-    sentence = f"flags.n_layers in {path} changed since --out {out} was started; sizes, tokens, tok"
+    sentence = f"flags.n_layers in {path} changed since --out_dir {out} was started; sizes, tok"
     assert sentence in capsys.readouterr().err
 
 

@@ -191,7 +191,7 @@ def flags_of(text: Path) -> dict[str, Any]:
 def test_a_second_sweep_in_the_folder_is_refused(tmp_path: Path, corpus: Path, capsys: Any):
     path, out = write_sweep(tmp_path, flags=flags_of(corpus)), tmp_path / "out"
     with lock_out_dir(out):
-        assert main(["sweep", str(path), "--out", str(out)]) == 8
+        assert main(["sweep", str(path), "--out_dir", str(out)]) == 8
     assert f"out {out} is in use by process {os.getpid()}" in capsys.readouterr().err
 
 
@@ -199,16 +199,16 @@ def test_a_folder_in_which_a_sweep_has_just_begun_is_in_use_and_not_foreign(
     tmp_path: Path, corpus: Path, capsys: Any
 ):
     path, out = write_sweep(tmp_path, flags=flags_of(corpus)), tmp_path / "out"
-    with lock_out_dir(out, "--out"):
+    with lock_out_dir(out, "--out_dir"):
         draft_of(out / run.ACCEPTED).touch()
-        assert main(["sweep", str(path), "--out", str(out)]) == 8
+        assert main(["sweep", str(path), "--out_dir", str(out)]) == 8
     assert "is in use by process" in capsys.readouterr().err
 
 
 def test_a_text_that_is_not_there_is_named_before_the_first_trial(tmp_path: Path, capsys: Any):
     missing, out = tmp_path / "no.jsonl", tmp_path / "out"
     path = write_sweep(tmp_path, flags=flags_of(missing))
-    assert main(["sweep", str(path), "--out", str(out)]) == 3
+    assert main(["sweep", str(path), "--out_dir", str(out)]) == 3
     assert f"{missing}: there is no such file" in capsys.readouterr().err
     assert not out.exists()
 
@@ -252,7 +252,7 @@ def test_a_trial_whose_folder_is_cut_is_started_and_may_be_tried_again(
     path = write_sweep(tmp_path, trials=1, flags=flags_of(data), metric="val_bpb")
     shard.write_bytes(b"")
     monkeypatch.setattr(run, "first_config", lambda *_: RunConfig(data_path=(str(data),)))
-    words = ["sweep", str(path), "--out", str(out)]
+    words = ["sweep", str(path), "--out_dir", str(out)]
     assert (main(words), process.starts) == (3, ["trial-0000"])
     reasons = [row.reason for row in read_results(out, "val_bpb").values()]
     assert reasons == ["status 3: the last line of trial-0000"]
@@ -452,7 +452,7 @@ def test_without_a_finished_trial_the_status_tells_why(
     monkeypatch.setattr(StopRequest, "listen", lambda _: None)
     out = tmp_path / "out"
     path = write_sweep(tmp_path, trials=2, flags=flags_of(corpus))
-    words = ["sweep", str(path), "--out", str(out)]
+    words = ["sweep", str(path), "--out_dir", str(out)]
     assert main(words) == expected
     sentence = sentence.format(log=out / sentence.split()[0] / "log.txt")
     assert f"minimind sweep: no trial finished with a val_bpb: {sentence}" in (
@@ -473,7 +473,7 @@ def test_a_sweep_of_refused_trials_has_their_status(
     flags = {"config": str(config), "eval_interval": 10, "device": "cpu"}
     dimensions = {"learning_rate": ["1e-2"], "batch_size": ["400"]}
     grid = {"sampler": "grid", "trials": None, "dimensions": dimensions}
-    words = ["sweep", str(write_sweep(tmp_path, flags=flags, **grid)), "--out", str(out)]
+    words = ["sweep", str(write_sweep(tmp_path, flags=flags, **grid)), "--out_dir", str(out)]
     config.write_text("max_tokens: 1e4\n")
     for _ in range(2):
         assert main(words) == 2

@@ -73,7 +73,7 @@ def test_a_changed_file_is_refused_by_the_names_of_its_changes(
     with pytest.raises(UsageError) as refusal:
         accept(**{"trials": 4, **changes})
     path = tmp_path / "sweep.yaml"
-    sentence = f"{names} in {path} changed since --out {out} was started; only trials may grow"
+    sentence = f"{names} in {path} changed since --out_dir {out} was started; only trials may grow"
     assert sentence in str(refusal.value)
     accept(trials=4)
 
@@ -82,7 +82,7 @@ def test_without_optuna_the_command_says_what_to_install(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("minimind.runtime.installed.find_spec", lambda name: None)
-    error = refused(capsys, write_sweep(tmp_path), "--out", tmp_path / "out")
+    error = refused(capsys, write_sweep(tmp_path), "--out_dir", tmp_path / "out")
     assert "the package optuna, which is not installed; " in error
     assert "-m pip install -e '.[sweep]'" in error
 

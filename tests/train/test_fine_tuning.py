@@ -368,7 +368,7 @@ def test_a_template_that_asks_for_the_date_is_told_one_on_every_day_of_a_run(
         train({**base, "template_date": "2025-01-02"}, out_dir=str(tmp_path / "no"))
     words = ["chat", "--checkpoint", str(out), "--once", "a", "--max_new_tokens", "1"]
     assert minimind(words) == 0  # on that day
-    data = ["--data", *base["data_path"].split()]
+    data = ["--data_path", *base["data_path"].split()]
     words = ["eval", "--task", "sft", "--checkpoint", str(out), *data, "--device", "cpu", "--json"]
     found = []
     for more in ([], ["--template_date", DATE], ["--template_date", "2025-01-02"]):
@@ -633,7 +633,7 @@ def test_eval_gives_the_validation_loss_of_the_run(
 ):
     lines = held_out(place / "talk.jsonl", 0.05)
     (tmp_path / "held.jsonl").write_bytes(b"\n".join(lines))
-    asked = ("--checkpoint", tuned, "--data", tmp_path / "held.jsonl")
+    asked = ("--checkpoint", tuned, "--data_path", tmp_path / "held.jsonl")
     found = evaluated(capsys, *asked, "--cache_dir", tmp_path)
     last = events(tuned, "eval")[-1]
     assert found["loss"] == pytest.approx(last["val_loss"], rel=1e-6)
@@ -652,7 +652,7 @@ def test_eval_of_an_export_per_file_is_that_of_transformers(
     files = {tmp_path / "a.jsonl": lines[:5], tmp_path / "b.jsonl": lines[5:]}
     for path, own in files.items():
         path.write_bytes(b"\n".join(own))
-    found = evaluated(capsys, "--model", out, "--data", *files, "--cache_dir", tmp_path)
+    found = evaluated(capsys, "--model", out, "--data_path", *files, "--cache_dir", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     whole = [0.0, 0.0]
@@ -672,7 +672,7 @@ def test_eval_rows_are_as_long_as_the_longest_conversation(
 ):
     lines = conversations(40)[3::4]  # of one answer, so that 64 positions hold two
     data = write(tmp_path / "given.jsonl", lines)
-    asked = ("--checkpoint", tuned, "--data", data, "--cache_dir", tmp_path)
+    asked = ("--checkpoint", tuned, "--data_path", data, "--cache_dir", tmp_path)
     _, tokenizer, path = load_model(str(tuned), None)
     template = template_of(tokenizer, None, path)
     messages = [conversation_of(parse_line(json.dumps(line), ""), set()) for line in lines]
@@ -698,7 +698,7 @@ def test_eval_rows_are_as_long_as_the_longest_conversation(
 def test_eval_prints_a_table_of_conversations(
     tuned: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    words = ["--checkpoint", tuned, "--data", place / "talk.jsonl", "--cache_dir", tmp_path]
+    words = ["--checkpoint", tuned, "--data_path", place / "talk.jsonl", "--cache_dir", tmp_path]
     assert minimind(["eval", "--task", "sft", *map(str, words), "--max_seq_len", "40"]) == 0
     _, heading, line, note = capsys.readouterr().out.splitlines()
     assert heading.split() == ["source", "loss", "+-", "perplexity", "targets", "conversations"]
@@ -746,7 +746,7 @@ def test_eval_names_the_flag_that_fits(
         given = next(path for path in folders if holds_conversations(path) == wanted)
     else:
         given = write(tmp_path / "given.jsonl", data)
-    asked = ["--checkpoint", tuned, "--data", given, "--cache_dir", tmp_path / "cache"]
+    asked = ["--checkpoint", tuned, "--data_path", given, "--cache_dir", tmp_path / "cache"]
     assert minimind(["eval", *words, *map(str, asked)]) == status
     assert answer in capsys.readouterr().err
 
@@ -754,6 +754,6 @@ def test_eval_names_the_flag_that_fits(
 def test_eval_of_a_base_model_on_conversations_is_refused(
     place: Path, base: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
-    asked = ["--task", "sft", "--checkpoint", str(place / "base"), "--data", base["data_path"]]
+    asked = ["--task", "sft", "--checkpoint", str(place / "base"), "--data_path", base["data_path"]]
     assert minimind(["eval", *asked]) == 2
     assert "has no chat template beside its tokenizer" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_a_directory_of_transformers_is_fine_tuned_in_our_decoder(
     place = folder_of(tmp_path / kind, kind)
     lines = held_out(talk(tmp_path), 0.1)
     (tmp_path / "held.jsonl").write_bytes(b"\n".join(lines))
-    cache = ("--data", tmp_path / "held.jsonl", "--cache_dir", tmp_path / "cache")
+    cache = ("--data_path", tmp_path / "held.jsonl", "--cache_dir", tmp_path / "cache")
     found = evaluated(capsys, "--model", place, *cache)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(place), tokenizer_of(place)
     loss, count = loss_by_hand(model, tokenizer, lines)
@@ -128,7 +128,7 @@ def test_a_directory_is_also_read_as_training_names_it(
 ):
     place = folder_of(tmp_path / "llama", "llama")
     named, data = f"hf:{place}", talk(tmp_path)
-    cache = ("--data", data, "--cache_dir", tmp_path / "cache")
+    cache = ("--data_path", data, "--cache_dir", tmp_path / "cache")
     assert evaluated(capsys, "--model", named, *cache) == evaluated(
         capsys, "--model", place, *cache
     )
@@ -204,7 +204,7 @@ def test_it_is_fine_tuned_with_rows_for_the_tokens_of_the_template(
     assert losses(stopped) == losses(whole)
     lines = held_out(tmp_path / "talk.jsonl", 0.1)
     (tmp_path / "held.jsonl").write_bytes(b"\n".join(lines))
-    cache = ("--data", tmp_path / "held.jsonl", "--cache_dir", tmp_path / "cache")
+    cache = ("--data_path", tmp_path / "held.jsonl", "--cache_dir", tmp_path / "cache")
     found = evaluated(capsys, "--checkpoint", whole, *cache)
     assert found["loss"] == pytest.approx(events(whole, "eval")[-1]["val_loss"], rel=1e-6)
     out = tmp_path / "out"

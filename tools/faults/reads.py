@@ -19,7 +19,7 @@ ENDLESS = "--max_steps 1000000 --save_interval 1 --keep_last 1 --log_interval 10
 ALONE = "--batch_size 1 --accumulation_steps 1 --max_seq_len 16"  # many saves a second
 COMMANDS = [
     "generate --checkpoint RUN --prompt a --max_new_tokens 1",
-    "eval --checkpoint RUN --data TEXT --max_rows 1 --cache_dir CACHE --json",
+    "eval --checkpoint RUN --data_path TEXT --max_rows 1 --cache_dir CACHE --json",
     "export --checkpoint RUN --format minimind --out OUT",
     "export --checkpoint RUN --format llama --out OUT",
     "checkpoint consolidate RUN --out OUT",

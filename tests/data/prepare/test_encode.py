@@ -152,7 +152,7 @@ def test_inspecting_a_tokenizer_takes_documents_as_long_as_preparing_does(
 def test_evaluating_raw_text_takes_documents_as_long_as_preparing_does(place: Path, tmp_path: Path):
     (tmp_path / "t.txt").write_text("a " * MIB + "b")
     text = str(tmp_path / "t.txt")
-    args = eval_commands.Eval(data=[text], cache_dir=str(tmp_path / "cache"))
+    args = eval_commands.Eval(data_path=[text], cache_dir=str(tmp_path / "cache"))
     opened = load_tokenizer(place / "bytes.json"), str(place / "bytes.json")
     with pytest.raises(DataError, match="longer than max_document_bytes = 2097152"):
         eval_commands._open_data(text, (text,), *opened, None, args, 0)

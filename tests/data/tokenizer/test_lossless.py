@@ -262,8 +262,8 @@ def test_train_and_eval_measure_the_text(tmp_path: Path, capsys: pytest.CaptureF
     split = open_prepared(cache).manifest["splits"]["val"]
     bits = found["val_loss"] / math.log(2) * split["tokens"] / split["text_bytes"]
     assert found["val_bpb"] == pytest.approx(bits, rel=1e-9)
-    words = ["eval", "--checkpoint", str(tmp_path / "out"), "--data", str(path), "--device", "cpu"]
-    words += ["--cache_dir", str(tmp_path / "cache"), "--json"]
+    words = ["eval", "--checkpoint", str(tmp_path / "out"), "--data_path", str(path)]
+    words += ["--device", "cpu", "--cache_dir", str(tmp_path / "cache"), "--json"]
     assert minimind(words) == 3
     assert "loses 9" in capsys.readouterr().err
     for more, of in (([], "text"), (["--max_rows", "20"], "tokens")):
