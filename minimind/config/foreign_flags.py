@@ -23,7 +23,7 @@ log_interval save_interval | --log_interval, --save_interval | steps here, micro
 max_seq_len | --max_seq_len | documents are packed here, truncated and padded there
 inference_rope_scaling | --rope_scaling yarn | with `--rope_factor`, in training; the model keeps it ([long context](models.md#long-context))
 dtype=bfloat16 | --dtype bfloat16 | with fp32 master weights; or `float32`
-use_moe=1 | --use_moe | [its flags](experts.md)
+use_moe=1 | --use_moe | [its flags](models.md#mixture-of-experts)
 data_path=x.jsonl | --data_path x.jsonl | tokenised once and cached
 use_wandb wandb_project | --report_to wandb, --wandb_project | or `--report_to swanlab`
 use_compile=1 | --compile on | `auto`, the default, is on for GPUs
@@ -36,7 +36,7 @@ out_dir log_interval eval_interval | --out_dir, --log_interval, --eval_interval 
 eval_iters | --eval_rows | in rows, the same ones every time
 always_save_checkpoint | --save_interval N | with `--keep_last`; ignores the validation loss
 init_from=resume | --resume auto | the default
-init_from=gpt2 | --model hf:DIR | with `--init_from DIR`, a directory that `save_pretrained` wrote; [models of transformers](models.md)
+init_from=gpt2 | --model hf:DIR | with `--init_from DIR`, a directory that `save_pretrained` wrote; [models of transformers](models.md#models-of-transformers)
 init_from=scratch | --resume none | existing checkpoints are set aside
 dataset | --data_path | text, or a folder that `minimind prepare` wrote; `.bin` files of nanoGPT are not read
 gradient_accumulation_steps | --accumulation_steps | of one process; nanoGPT divides it by the processes
