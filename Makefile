@@ -93,7 +93,7 @@ check: $(READY) ## lint, format, types, shell
 	$(BIN)/pyright
 	$(BIN)/shellcheck run_accelerate.sh scripts/slurm.sbatch scripts/prepare.sbatch .ci/run
 
-fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md, docs/devices.md and the tables of docs/coming_from.md
+fix: $(READY) ## mend what can be mended by machine, and write docs/flags.md and the tables of docs/launching.md and docs/coming_from.md
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python -m scripts.flag_reference

@@ -272,8 +272,10 @@ def test_every_upper_bound_is_the_release_after_the_newest_that_make_versions_ru
         assert (*series, last + 1) == bound.release, name
     assert all(newest[name] == version for name, version in bounds("==").items())
     # The build for CPUs is installed first, and stays only if the bounds have it.
-    page = (ROOT / "docs" / "launching.md").read_text(encoding="utf-8")
-    assert f"pip install 'torch<{upper['torch']}' -i" in page
+    first = pins("constraints.txt")["torch"]
+    assert bounds(">=")["torch"] <= first < upper["torch"]
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert f"pip install 'torch=={first}' -i" in page
 
 
 @pytest.mark.parametrize("name", ["oldest", "newest"])

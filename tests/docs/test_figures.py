@@ -68,7 +68,7 @@ def test_the_messages_shown_are_those_of_the_program(
 def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     command, shown = blocks(PAGES["memory.md"])[:2]
-    requested = ".venv/bin/minimind plan --gpus 4 --memory 16GiB "
+    requested = "minimind plan --gpus 4 --memory 16GiB "
     assert command.startswith(requested)
     flags = command.removeprefix(requested).split()
     assert shown.rstrip() == plan(flags, Machine(gpus=4, memory=16 * GIB))
@@ -76,7 +76,7 @@ def test_the_plan_shown_is_what_minimind_plan_prints(monkeypatch: pytest.MonkeyP
 
 def test_the_memory_shown_is_as_near_the_arithmetic_as_on_the_page():
     shape = shape_of(parse_flags(["--model", "tiny"]))
-    table = rows(PAGES["memory.md"], "## Measured")
+    table = rows(PAGES["measurements.md"], "\n## Memory\n")
     assert [cells[0] for cells in table] == list(STAGES)
     for name, measured, report in table:
         held = memory(shape, Layout(STAGES[name], 2, "bfloat16", 1, 1, 12 * 192**2, device="cpu"))
@@ -86,7 +86,7 @@ def test_the_memory_shown_is_as_near_the_arithmetic_as_on_the_page():
 
 
 def test_the_times_of_the_stages_are_those_of_the_results_file():
-    text = PAGES["memory.md"]
+    text = PAGES["measurements.md"]
     (path,) = re.findall(r"benchmarks/results/stages-[\d-]+-cpu\.json", text)
     results = json.loads((ROOT / path).read_text(encoding="utf-8"))["table"]
     table = rows(text, path)
@@ -111,7 +111,7 @@ def test_every_exit_status_is_reported_with_its_name(page: str, heading: str):
 
 
 def test_the_names_of_deepspeed_files_are_all_listed():
-    text = PAGES["memory.md"].split("<!-- names -->")[1].split("<!-- /names -->")[0]
+    text = PAGES["deepspeed_json.md"].split("<!-- names -->")[1].split("<!-- /names -->")[0]
     assert {*re.findall(r"`(\w+)`", text)} == {*deepspeed_files()}
 
 

@@ -1,4 +1,4 @@
-"""docs/devices.md is what its command writes, from results that are there."""
+"""The table of devices in docs/launching.md is what its command writes, from results there."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from pathlib import Path
 import pytest
 
 from scripts import device_reference
-from scripts.device_reference import COLUMNS, COMMAND, PAGE, ROWS, cell, page, passed_parts
+from scripts.device_reference import (
+    COLUMNS,
+    COMMAND,
+    MARKED,
+    PAGE,
+    ROWS,
+    cell,
+    passed_parts,
+    with_table,
+)
 from tools.gpu.parts import PARTS
 
 
-def test_the_page_is_what_its_command_writes():
-    assert page() == PAGE.read_text(encoding="utf-8"), f"run: {COMMAND}"
+def test_the_table_is_what_its_command_writes():
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(MARKED.findall(text)) == 1
+    assert with_table(text) == text, f"run: {COMMAND}"
 
 
 def test_a_column_is_shown_by_parts_that_exist():
