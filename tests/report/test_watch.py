@@ -156,7 +156,7 @@ def test_events_follow_a_crash_and_a_resume_and_runs_that_begin_later(tmp_path):
         assert "nothing recorded" in reader.event()["body"]
         write_run(place, [run_start(time=time.time()), step_line(1, time=time.time())])
         content = reader.event()
-        assert content["is_running"]
+        assert content["state"]["kind"] == "running"
         assert content["line_age"] < 20
         append(place, step_line(2), '{"event": "step", "st')
         assert reader.event()["charts"]["loss"]["layout"]["xaxis"]["range"][1] == 2
@@ -312,7 +312,7 @@ def test_ids_and_selectors_have_letters_digits_and_dashes(tmp_path, names):
     report = LiveReport(places)
 
     def identities(message: bytes) -> dict[str, list[str]]:
-        charts = json.loads(message.decode().split("data: ")[1])["charts"]
+        charts = json.loads(message.decode().split("data: ", 1)[1])["charts"]
         return {key: [one["uid"] for one in chart["data"]] for key, chart in charts.items()}
 
     before = identities(report.refresh()[1])
@@ -335,7 +335,8 @@ def test_a_browser_draws_every_chart_of_a_live_page(tmp_path, names):
     steps = "document.querySelector('#loss .plot').calcdata.flat().map(point => point.x || 0)"
     with serving(*places) as server, opened(f"http://127.0.0.1:{server}/") as page:
         page.evaluate("window.lossPlot = document.querySelector('#loss .plot')")
-        expect(page.locator("#live")).to_contain_text("No run is going on.")
+        ended = "Ended: done." if len(names) == 1 else "All runs have ended."
+        expect(page.locator("#live")).to_contain_text(ended)
         charts = page.evaluate(drawn)
         assert len(charts) >= 5
         assert all(has_traces for _, has_traces in charts)
@@ -358,7 +359,7 @@ def test_a_browser_follows_the_run_keeps_its_view_and_finds_the_server_again(tmp
         stack = opened(f"http://127.0.0.1:{server}/")
         page = stack.__enter__()
         live = page.locator("#live")
-        expect(live).to_contain_text("Live.")
+        expect(live).to_contain_text("Running.")
         page.evaluate("window.isSame = true; scrollTo(0, 300)")
         append(place, *(step_line(n) for n in range(3, 31)))
         expect(page.locator(".lead")).to_contain_text("Step 30 of 100")
@@ -375,7 +376,7 @@ def test_a_browser_follows_the_run_keeps_its_view_and_finds_the_server_again(tmp
     append(place, step_line(32))
     with serving(place, port=port):
         expect(page.locator(".lead")).to_contain_text("Step 32 of 100")
-        expect(live).to_contain_text("Live.")
+        expect(live).to_contain_text("Running.")
         assert page.evaluate("window.isSame && scrollY === 300")
         assert page.evaluate(ranges) == [[5, 10], [5, 10]]
         stack.__exit__(None, None, None)
