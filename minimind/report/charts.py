@@ -81,6 +81,7 @@ class Chart:
     unit: str
     figure: go.Figure
     meta: dict[str, Any] = field(default_factory=dict)
+    form: Callable[[float], str] = formats.figure  # writes a value
 
     def _traces(self) -> list[tuple[Any, dict[str, Any]]]:
         traces: Any = self.figure.data if self.meta else ()
@@ -104,7 +105,7 @@ class Chart:
         """What the chart shows, for those who do not see it."""
         parts, curves = [f"{self.title}, {self.unit}".removesuffix(", ")], self.curves()
         for name, x, y in curves[:MOST_TOLD]:
-            first, last, least = map(formats.figure, (y[0], y[-1], y.min()))
+            first, last, least = map(self.form, (y[0], y[-1], y.min()))
             at = f"{self.meta['base']} {x[y.argmin()]:,.0f}"
             parts.append(f"{name}: first {first}, last {last}, least {least} at {at}")
         more = len(curves) - MOST_TOLD
@@ -126,7 +127,7 @@ class Chart:
             rows.update(some[picked].tolist())
         at = [dict(zip(x.tolist(), y.tolist(), strict=True)) for _, x, y in curves]
         cells = [
-            [f"{x:,.0f}", *(formats.figure(one[x]) if x in one else "" for one in at)]
+            [f"{x:,.0f}", *(self.form(one[x]) if x in one else "" for one in at)]
             for x in sorted(rows)
         ]
         return [self.meta.get("base", ""), *(name for name, *_ in curves)], cells, self._beside()
@@ -137,7 +138,7 @@ class Chart:
         for trace, meta in self._traces():
             name, role = unescape(trace.name or ""), meta.get("role")
             if role == "level":
-                parts.append(f"{name} {formats.figure(float(trace.y[0]))}")
+                parts.append(f"{name} {self.form(float(trace.y[0]))}")
             elif role == "strokes":
                 steps, more = [f"{x:,.0f}" for x in trace.x[:DENSE]], len(trace.x) - DENSE
                 parts.append(f"{name}: {', '.join([*steps, *([f'{more} more'] * (more > 0))])}")
@@ -267,7 +268,8 @@ class Axis(NamedTuple):
         }
         layout["meta"] = meta = {"unit": unit, "note": note, "base": self.name}
         unit = ", ".join(filter(None, (unit, note)))
-        return Chart(key, title, unit, go.Figure(traces, {"template": TEMPLATE, **layout}), meta)
+        figure = go.Figure(traces, {"template": TEMPLATE, **layout})
+        return Chart(key, title, unit, figure, meta, form)
 
 
 def axis_of(runs: Sequence[Run]) -> Axis:

@@ -14,8 +14,8 @@ from minimind.report.formats import PALETTE
 from minimind.serve.app import load_page
 from minimind.serve.protocol import Request
 from tests.browser import opened
-from tests.contrast import contrast
 from tests.conftest import POSITIONS
+from tests.contrast import contrast
 from tests.serve.conftest import InProcess
 
 EVIL = "<img src=x onerror=alert(1)>"

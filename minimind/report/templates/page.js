@@ -89,7 +89,8 @@ function average(values, weight) {  // exponential moving average, without the b
 }
 function inUnit(trace) {  // with y in the unit of the loss
   const { meta } = trace;
-  trace.y = numbers(trace.y);
+  trace.x = [...numbers(trace.x)];
+  trace.y = [...numbers(trace.y)];
   if (meta.means) meta.means = { x: numbers(meta.means.x), y: numbers(meta.means.y) };
   if (yUnit() === "bits" && meta.bits) trace.y = numbers(meta.bits);
   else if (yUnit() === "bits" && meta.nats) {
@@ -111,11 +112,11 @@ function smoothed(trace) {  // the traces that are drawn for one
 }
 function moved(trace) {  // with x in the unit of the x axis
   const { role, axis = 0 } = trace.meta, knots = shared().axes[axis];
-  const x = numbers(trace.x);
+  const { x } = trace;
   if (role === "level") return { ...trace, x: wholeRange() };
   if (xUnit() === shared().base) return trace;
-  if (trace.type !== "bar") return { ...trace, x: Array.from(x, one => place(knots, one)) };
-  const offset = numbers(trace.offset), right = Array.from(x, one => place(knots, one));
+  if (trace.type !== "bar") return { ...trace, x: x.map(one => place(knots, one)) };
+  const offset = numbers(trace.offset), right = x.map(one => place(knots, one));
   const width = right.map((one, n) => one - place(knots, x[n] + offset[n], true));
   return { ...trace, x: right, width, offset: width.map(one => -one) };
 }
