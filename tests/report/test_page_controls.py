@@ -222,7 +222,7 @@ def test_the_controls_change_all_charts_and_are_kept_in_the_address(tmp_path):
         assert page.url == kept
         assert named(page, "loss", "loss, EMA 0.5")["y"] == pytest.approx(smooth)
         expect(page.get_by_label("x axis")).to_have_value("time")
-        page.get_by_role("button", name="Reset").click()
+        page.get_by_role("button", name="Reset", exact=True).click()
         expect(page.get_by_label("x axis")).to_have_value("step")
         assert named(page, "loss", "loss") == before
         assert "#" not in page.url

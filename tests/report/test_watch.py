@@ -23,13 +23,15 @@ from minimind.cli.main import main
 from minimind.errors import StorageError
 from minimind.report import watch
 from minimind.report.history import Run
-from minimind.report.watch import LiveReport, server_of
+from minimind.report.watch import LiveReport, server_of, state_of
 from tests.browser import opened
 from tests.report.made import (
+    NOW,
     Drawn,
     crashed_and_resumed,
     end,
     evaluation,
+    made_run,
     run_start,
     step_line,
     write_run,
@@ -167,6 +169,58 @@ def test_events_follow_a_crash_and_a_resume_and_runs_that_begin_later(tmp_path):
         write_run(later, [run_start(), end(0)])
         assert "done" in reader.event()["body"]
         reader.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "words"),
+    [
+        ([], "waiting", "Waiting for {}: no run has started there."),
+        ([run_start(time=NOW), step_line(1, time=NOW)], "running", "Running."),
+        ([run_start(), step_line(1), end(1)], "ended", "Ended: done."),
+        ([run_start(), step_line(1)], "ended", "Ended: no end recorded."),
+        (
+            [run_start(), end(1, 3, "E_DATA", "a.jsonl:3: no object; correct it")],
+            *("failed", "Failed: status 3, E_DATA: a.jsonl:3: no object; correct it."),
+        ),
+    ],
+)
+def test_the_state_of_a_run_is_a_sentence(tmp_path, lines, kind, words):
+    run = made_run(tmp_path, lines)
+    state = state_of([run], NOW)
+    assert (state["kind"], state["text"]) == (kind, words.format(tmp_path))
+    assert state.get("stale") == (30 if kind == "running" else None)
+    other = made_run(tmp_path / "other", [run_start(), step_line(1), end(1)])
+    several = {"waiting": "waiting", "running": "running", "failed": "failed"}
+    assert state_of([run, other], NOW)["kind"] == several.get(kind, "ended")
+
+
+def test_a_slow_run_is_stale_after_three_times_its_pace(tmp_path):
+    lines = [run_start(time=NOW - 200), *(step_line(n, time=NOW - 100 / n) for n in (1, 2))]
+    assert state_of([made_run(tmp_path, lines)], NOW)["stale"] == 150
+
+
+def test_a_browser_is_told_of_a_run_that_waits_begins_goes_quiet_and_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STALE", 1.0)
+    place = tmp_path / "run"
+    with serving(place) as server, opened(f"http://127.0.0.1:{server}/") as page:
+        live = page.locator("#live")
+        expect(live).to_contain_text(f"Waiting for {place}: no run has started there.")
+        expect(page.locator(".plot")).to_have_count(0)
+        now = time.time()
+        write_run(place, [run_start(time=now), step_line(1, time=now), step_line(2, time=now)])
+        (place / "console.log").write_text("first line\n")
+        expect(live).to_contain_text("Running.")
+        expect(page.locator("#loss .plot .trace").first).to_be_attached()
+        expect(page.locator(".console")).to_have_text("first line")
+        expect(live).to_contain_text("No new event for")
+        (place / "console.log").write_text("first line\nsecond line\n")
+        expect(page.locator(".console")).to_contain_text("second line")
+        page.locator("#loss summary").click()
+        page.get_by_label("x axis").select_option("tokens")
+        append(place, step_line(3, time=now), end(3, 3, "E_DATA", "no object"))
+        expect(live).to_contain_text("Failed: status 3, E_DATA: no object.")
+        assert page.evaluate("document.querySelector('#loss details').open")
+        assert page.evaluate("document.querySelector('#loss .plot').data[0].x.at(-1)") == 300
 
 
 def test_several_readers_share_a_report_and_leave_nothing_behind(tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ function show() {
   lineAt = line_age === null ? null : Date.now() - 1e3 * line_age;
   going = told;
   document.title = title;
+  const areAtEnd = [...document.querySelectorAll(".console")].map(one => one.scrollTop + one.clientHeight > one.scrollHeight - 40);
   merge(document.querySelector("main"), new DOMParser().parseFromString(body, "text/html").body);
   for (const plot of [...seen.keys()].filter(one => !one.isConnected)) {
     Plotly.purge(plot);
@@ -36,6 +37,7 @@ function show() {
   }
   draw();
   filterSettings();
+  scrollConsoles(areAtEnd);
 }
 function merge(old, fresh) {  // what is equal stays: selected text, scrolled tables, drawn charts
   let place = old.firstChild;

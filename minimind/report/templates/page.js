@@ -106,7 +106,7 @@ function smoothed(trace) {  // the traces that are drawn for one
   const strong = { ...trace, opacity: 1, showlegend: true, line: { ...trace.line, width: 2 } };
   if (view.smooth === "none") return [strong];
   const faint = { ...trace, opacity: 0.45, showlegend: false, line: { ...trace.line, width: 1 } };
-  const mean = { ...strong, mode: "lines", uid: trace.uid + "-ema", name: `${trace.name}, EMA ${view.weight}`,
+  const mean = { ...strong, mode: "lines", uid: trace.uid + "-ema", name: `${trace.name.replace(", each line", "")}, EMA ${view.weight}`,
     x: means ? means.x : trace.x, y: average(means ? means.y : trace.y, view.weight) };
   return [faint, mean];
 }
@@ -117,7 +117,9 @@ function moved(trace) {  // with x in the unit of the x axis
   if (xUnit() === shared().base) return trace;
   if (trace.type !== "bar") return { ...trace, x: x.map(one => place(knots, one)) };
   const offset = numbers(trace.offset), right = x.map(one => place(knots, one));
-  const width = right.map((one, n) => one - place(knots, x[n] + offset[n], true));
+  const resumed = knots[shared().base].filter((one, n, all) => one === all[n - 1]);  // a bar does not cover what was lost
+  const left = x.map((one, n) => Math.max(one + offset[n], ...resumed.filter(at => at < one)));
+  const width = right.map((one, n) => one - place(knots, left[n], true));
   return { ...trace, x: right, width, offset: width.map(one => -one) };
 }
 function ticksOf(low, high) {  // of a log axis: 1, 2, 5 of each decade, or 1 alone if there are many
@@ -270,6 +272,9 @@ function filterSettings() {
   const found = rows.filter(row => !row.hidden).length;
   document.getElementById("found").textContent = field.value ? `${found} of ${rows.length}` : "";
 }
+function scrollConsoles(areAtEnd) {  // to their last lines, unless the reader has gone up
+  document.querySelectorAll(".console").forEach((one, n) => { if (areAtEnd[n] ?? true) one.scrollTop = one.scrollHeight; });
+}
 document.addEventListener("input", event => { if (event.target.id === "filter") filterSettings(); else control(event); });
 document.addEventListener("reset", () => {
   view = { ...PLAIN };
@@ -279,6 +284,7 @@ document.addEventListener("reset", () => {
 });
 document.addEventListener("submit", event => event.preventDefault());
 document.addEventListener("click", download);
+scrollConsoles([]);
 const step = Number.parseFloat(readHash().get("step"));
 draw();
 addEventListener("hashchange", () => { if (location.hash.includes("=")) { readHash(); draw(); } });
