@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
+from dataclasses import dataclass, field
+from functools import reduce
+from html import escape, unescape
 from typing import Any, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
 
 from minimind.report import formats
-from minimind.report.figures import smooth, smoothed_loss, window_of
-from minimind.report.formats import LIGHT, NOUNS, PAUSES, PHASES
+from minimind.report.axes import UNITS, kept_knots, lost_knots, lost_seconds
+from minimind.report.figures import nats_of_a_bit, other_text, smooth, smoothed_loss, window_of
+from minimind.report.formats import FLOORS, LIGHT, NOUNS, PAUSES, PHASES
 from minimind.report.history import MAX_EXPERTS, Run
 from minimind.report.placement import floors_of
 
@@ -57,16 +59,90 @@ FEW = 30  # points up to which each is drawn as a dot
 NOISY = 300  # lines from which a noisy curve is drawn with its moving mean
 FAINT: dict[str, Any] = {"width": 1, "opacity": 0.45}
 LOST: dict[str, Any] = {"showlegend": False, "hoverinfo": "skip", "opacity": 0.6}
+BITS = "bits per byte"
+DENSE, MOST_TOLD = 12, 8  # rows of a curve in a table of values; curves that are described
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with its heading; `key` is its id in the page."""
+    """A figure with its heading; `key` is its id in the page.
+
+    By `meta`, which is also that of the figure, `templates/page.js` applies the controls of a page
+    to charts of `draw`; it is empty in others. It has the `unit`, a `note` on the y axis, and the
+    `base` (the unit of x). That of the first chart also has what holds for all: `axes` (`Knots`),
+    `spans` and `marks` by unit, `has_bits` (whether bits per byte are known), `is_bits` (whether
+    the loss is first shown in them). A trace's has `axis` (its knots; 0), `role` (`curve`, `raw`:
+    may be smoothed, `mean`: of a raw one, `lost`, `level`, `strokes`), `nats` (of a bit per byte)
+    or `bits` (the values in them), `means` (of a thinned raw one) and `label` (at its end).
+    """
 
     key: str
     title: str
     unit: str
     figure: go.Figure
+    meta: dict[str, Any] = field(default_factory=dict)
+    form: Callable[[float], str] = formats.figure  # writes a value
+
+    def _traces(self) -> list[tuple[Any, dict[str, Any]]]:
+        traces: Any = self.figure.data if self.meta else ()
+        return [(trace, trace.meta or {}) for trace in traces]
+
+    def curves(self) -> list[tuple[str, np.ndarray, np.ndarray]]:
+        """Name, and x and y of the known points, of each curve and bar, in all units of y."""
+        found: list[tuple[str, np.ndarray, np.ndarray]] = []
+        for trace, meta in self._traces():
+            if meta.get("role") in ("curve", "raw", "mean", None):
+                x, y = np.asarray(trace.x, float), np.asarray(trace.y, float)
+                found.append((name := unescape(trace.name), x, y))
+                if "bits" in meta:
+                    found.append((f"{name}, {BITS}", x, np.asarray(meta["bits"], float)))
+                elif "nats" in meta:
+                    found.append((f"{name}, {BITS}", x, y / meta["nats"]))
+        known = [(name, x, y, np.isfinite(y)) for name, x, y in found]
+        return [(name, x[is_known], y[is_known]) for name, x, y, is_known in known if any(is_known)]
+
+    def description(self) -> str:
+        """What the chart shows, for those who do not see it."""
+        parts, curves = [f"{self.title}, {self.unit}".removesuffix(", ")], self.curves()
+        for name, x, y in curves[:MOST_TOLD]:
+            first, last, least = map(self.form, (y[0], y[-1], y.min()))
+            at = f"{self.meta['base']} {x[y.argmin()]:,.0f}"
+            parts.append(f"{name}: first {first}, last {last}, least {least} at {at}")
+        more = len(curves) - MOST_TOLD
+        return "; ".join([*parts, *([f"and {formats.count(more, 'curve')}"] if more > 0 else [])])
+
+    def values(self) -> tuple[list[str], list[list[str]], str]:
+        """Head and rows of a table, and what is drawn besides; no rows without curves.
+
+        A dense curve has a row at `DENSE` of its points, at the same ones as others where it can;
+        of other curves all points.
+        """
+        curves = self.curves()
+        dense = [x for _, x, _ in curves if len(x) > DENSE]
+        common = reduce(np.intersect1d, dense) if dense else np.empty(0)
+        rows: set[float] = set()
+        for _, x, _ in curves:
+            some = common if len(x) > DENSE <= len(common) else x
+            picked = np.linspace(0, len(some) - 1, min(DENSE, len(some))).round().astype(int)
+            rows.update(some[picked].tolist())
+        at = [dict(zip(x.tolist(), y.tolist(), strict=True)) for _, x, y in curves]
+        cells = [
+            [f"{x:,.0f}", *(self.form(one[x]) if x in one else "" for one in at)]
+            for x in sorted(rows)
+        ]
+        return [self.meta.get("base", ""), *(name for name, *_ in curves)], cells, self._beside()
+
+    def _beside(self) -> str:
+        """`zlib of the held-out text 3.2104; 2 checkpoints: 10, 20`."""
+        parts: list[str] = []
+        for trace, meta in self._traces():
+            name, role = unescape(trace.name or ""), meta.get("role")
+            if role == "level":
+                parts.append(f"{name} {self.form(float(trace.y[0]))}")
+            elif role == "strokes":
+                steps, more = [f"{x:,.0f}" for x in trace.x[:DENSE]], len(trace.x) - DENSE
+                parts.append(f"{name}: {', '.join([*steps, *([f'{more} more'] * (more > 0))])}")
+        return "; ".join(parts)
 
 
 class Row(NamedTuple):
@@ -88,6 +164,15 @@ ROWS = (
     Row("memory_mib", "Memory", "peak so far of one process, GiB", ".3f", factor=1 / 1024),
     Row("mfu", "MFU", "% of the stated peak", ".1f", factor=100.0, is_noisy=True),
 )
+# Charts of several columns each, of a key, title and unit: column, name, dash.
+USAGE = {
+    ("utilisation", "Utilisation", "%"): (
+        *(("cpu_percent", "CPU", "solid"), ("gpu_percent", "GPU", "dash")),
+    ),
+    ("used_memory", "Memory in use", "GiB"): (
+        *(("host_memory_gib", "host", "solid"), ("gpu_memory_gib", "GPU", "dash")),
+    ),
+}
 
 
 class Axis(NamedTuple):
@@ -101,8 +186,17 @@ class Axis(NamedTuple):
         return run.tokens_at(steps) if self.name == "tokens" else steps
 
     def line(self, name: str, x: np.ndarray, y: np.ndarray, tone: str, **style: Any) -> Any:
-        """A curve with a gap at each NaN; few points, or one without neighbors, also as dots."""
+        """A curve with a gap at each NaN; few points, or one without neighbors, also as dots.
+
+        `meta` is that of `Chart`, with `bits` at each of x.
+        """
         kept = downsample(x, y, self.columns, self.span)
+        meta = {"role": "curve", **style.pop("meta", {})}
+        if "bits" in meta:
+            meta["bits"] = meta["bits"][kept]
+        if meta["role"] == "raw" and len(kept) < len(x):
+            ends, means = column_means(x, y, self.columns, self.span)
+            meta["means"] = {"x": ends, "y": means}
         x, y, known = x[kept], y[kept], np.isfinite(y[kept])
         is_dot = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
         is_dot |= known & (known.sum() <= FEW)
@@ -110,10 +204,11 @@ class Axis(NamedTuple):
         dots = {"mode": "lines+markers", "marker": {"size": np.where(is_dot, 6, 0)}}
         dots["cliponaxis"] = False  # the last point is at the edge
         style = {"mode": "lines", **(dots if is_dot.any() else {}), **style}
-        return go.Scatter(name=escape(name, quote=False), x=x, y=y, line=line, **style)
+        return go.Scatter(name=escape(name, quote=False), x=x, y=y, line=line, meta=meta, **style)
 
     def level(self, name: str, y: float, tone: str, **style: Any) -> Any:
         """A line across the chart."""
+        style["meta"] = {"role": "level", **style.get("meta", {})}
         return self.line(name, np.array(self.span), np.full(2, y), tone, mode="lines", **style)
 
     def strokes(self, name: str, run: Run, steps: np.ndarray, tone: str) -> list[Any]:
@@ -122,14 +217,21 @@ class Axis(NamedTuple):
         x = x[np.unique(pixel_columns(x, self.columns, self.span), return_index=True)[1]]
         marker = {"symbol": "line-ns", "size": 11, "line": {"width": 1.5, "color": LIGHT[tone]}}
         style = {"mode": "markers", "yaxis": "y2", "hoverinfo": "skip", "marker": marker}
+        style["meta"] = {"role": "strokes"}
         foot = go.Scatter(name=name, x=x, y=np.full(len(x), 0.02), cliponaxis=False, **style)
         return [foot] if len(x) else []
 
-    def lost(self, run: Run, column: str, tone: str, factor: float = 1.0) -> list[Any]:
-        """What a crash undid, faint."""
+    def lost(
+        self, run: Run, column: str, tone: str, factor: float = 1.0, first: int = 1, **meta: Any
+    ) -> list[Any]:
+        """What a crash undid, faint; `first`: the knots of the first of them."""
         x, y = self.at(run, run.lines("step")), factor * run.lines(column)
         style = {"width": 1, "dash": "dot", **LOST}
-        return [self.line("lost", x[i], y[i], tone, **style) for i in run.lost_lines()]
+        meta = {**meta, "role": "lost"}
+        return [
+            self.line("lost", x[i], y[i], tone, meta={**meta, "axis": n}, **style)
+            for n, i in enumerate(run.lost_lines(), first)
+        ]
 
     def chart(
         self,
@@ -164,8 +266,10 @@ class Axis(NamedTuple):
             "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
             "showlegend": sum(trace.showlegend is not False for trace in traces) > 1,
         }
+        layout["meta"] = meta = {"unit": unit, "note": note, "base": self.name}
         unit = ", ".join(filter(None, (unit, note)))
-        return Chart(key, title, unit, go.Figure(traces, {"template": TEMPLATE, **layout}))
+        figure = go.Figure(traces, {"template": TEMPLATE, **layout})
+        return Chart(key, title, unit, figure, meta, form)
 
 
 def axis_of(runs: Sequence[Run]) -> Axis:
@@ -184,7 +288,9 @@ def axis_of(runs: Sequence[Run]) -> Axis:
 
 
 def draw(runs: Sequence[Run], grad_clips: Sequence[float], now: float) -> list[Chart]:
-    """The loss, and a chart for each figure that any run recorded."""
+    """The loss, and a chart for each figure that any run recorded; none before the first start."""
+    if not any(run.starts for run in runs):
+        return []
     axis, is_single = axis_of(runs), len(runs) == 1
     numbered = [
         (f"{n or ''}", "" if is_single else f": {run.name}", run) for n, run in enumerate(runs)
@@ -198,9 +304,41 @@ def draw(runs: Sequence[Run], grad_clips: Sequence[float], now: float) -> list[C
         if any(_score_curves(run, has_chance) for run in runs):
             charts.append(_scores(axis, runs, has_chance))
     charts += [_experts(axis, *one) for one in numbered if one[2].has("expert_least")]
+    charts += [
+        _usage(axis, runs, *of_chart, lines)
+        for of_chart, lines in USAGE.items()
+        if any(run.has(column) for run in runs for column, *_ in lines)
+    ]
+    shared = _shared(axis, runs, now)
     if is_single:
-        _mark_starts(axis, charts, runs[0], now)
+        marks = shared["marks"][axis.name]
+        for chart in charts:
+            chart.figure.update_layout(shapes=marks["shapes"])
+        charts[0].figure.update_layout(annotations=marks["annotations"])
+    charts[0].meta.update(shared)
+    charts[0].figure.update_layout(meta=charts[0].meta)
     return charts
+
+
+def _shared(axis: Axis, runs: Sequence[Run], now: float) -> dict[str, Any]:
+    """What the `meta` of the first chart has for all."""
+    axes = [kept_knots(run) for run in runs]
+    axes += [knots for run in runs for knots in lost_knots(run)]
+    has_tokens = all(run.has("tokens") or run.fact("tokens_per_step") for run in runs)
+    units = [unit for unit in UNITS if all(unit in knots for knots in axes)]
+    units = [unit for unit in units if unit != "tokens" or has_tokens]
+    spans = {}
+    for unit in units:
+        ends = [end for knots in axes if knots[unit] for end in (knots[unit][0], knots[unit][-1])]
+        low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
+        spans[unit] = (low, high if high > low else low + 1)
+    spans[axis.name] = axis.span
+    marks = {}
+    if len(runs) == 1:
+        marks = {unit: _marks(runs[0], now, unit, span) for unit, span in spans.items()}
+    has_bits = all(math.isfinite(value) for run in runs for value in nats_of_a_bit(run))
+    found = {"axes": axes, "spans": spans, "marks": marks}
+    return {**found, "is_bits": has_bits and other_text(runs), "has_bits": has_bits}
 
 
 def run_style(n: int) -> tuple[str, str]:
@@ -216,15 +354,22 @@ def _loss(axis: Axis, runs: Sequence[Run]) -> Chart:
         window, prefix = window_of(len(x)), "" if is_single else f"{run.name} "
         mean = f"mean of {formats.count(window, 'line')}" if is_single else run.name
         group: dict[str, Any] = {} if is_single else {"legendgroup": f"run{n}"}
-        traces += axis.lost(run, "loss", tone)
+        nats = nats_of_a_bit(run)[0]
+        meta = {"axis": n, **({"nats": nats} if math.isfinite(nats) else {})}
+        raw, first_lost = (
+            {**meta, "role": "raw"},
+            len(runs) + sum(len(one.lost_lines()) for one in runs[:n]),
+        )
+        traces += axis.lost(run, "loss", tone, first=first_lost, **meta)
         if window > 1:
-            faint = {"showlegend": is_single, "dash": dash, **FAINT, **group}
+            faint = {"showlegend": is_single, "dash": dash, **FAINT, **group, "meta": raw}
             traces.append(axis.line(f"{prefix}loss", x, run.column("loss"), tone, **faint))
         elif is_single:
             mean = "loss"
-        traces.append(axis.line(mean, x, smoothed_loss(run), tone, dash=dash, **group))
+        look = {"dash": dash, **group, "meta": {**meta, "role": "mean"} if window > 1 else raw}
+        traces.append(axis.line(mean, x, smoothed_loss(run), tone, **look))
         for column, (noun, own, style) in VALIDATIONS.items():
-            look = {"showlegend": is_single, "dash": style, **group}
+            look = {"showlegend": is_single, "dash": style, **group, "meta": {"axis": n}}
             traces += _validation(
                 axis, run, column, prefix + noun, own if is_single else tone, look
             )
@@ -248,20 +393,22 @@ def _validation(
     ):
         events = [e for e in run.events("eval", is_lost) if column in e]
         x = axis.at(run, np.array([event["step"] for event in events], float))
+        bits = np.array([event.get(column.replace("loss", "bpb"), math.nan) for event in events])
         if events:
+            meta = {**look["meta"], **({"bits": bits} if np.isfinite(bits).any() else {})}
+            style = {**style, "meta": {**meta, **({"role": "lost"} if is_lost else {})}}
             yield axis.line(name + suffix, x, np.array([e[column] for e in events]), tone, **style)
 
 
 def _floors(axis: Axis, run: Run) -> list[Any]:
     """What compressors and n-grams make of the held-out text, in the nats of its tokens."""
-    for last in run.events("eval")[-1:]:
-        if last["val_bpb"] > 0 and math.isfinite(last["val_loss"]):
-            nats = last["val_loss"] / last["val_bpb"]  # of a bit
-            return [
-                axis.level(f"{name} of the held-out text", bits * nats, "soft", width=1, dash="dot")
-                for name, bits in floors_of(run).items()
-            ]
-    return []
+    nats, levels = nats_of_a_bit(run)[1], list[Any]()
+    for name, bits in floors_of(run).items() if math.isfinite(nats) else ():
+        tone, dash = FLOORS.get(name, ("soft", "dot"))
+        look = {"width": 1.5, "dash": dash, "showlegend": False}
+        look["meta"] = {"nats": nats, "label": name}
+        levels.append(axis.level(f"{name} of the held-out text", bits * nats, tone, **look))
+    return levels
 
 
 def _phases(axis: Axis, number: str, suffix: str, run: Run) -> Chart:
@@ -269,6 +416,7 @@ def _phases(axis: Axis, number: str, suffix: str, run: Run) -> Chart:
     begins, ends = (axis.at(run, run.column(name)) for name in ("begins", "step"))
     left, right, group = group_lines(begins, ends, min(MAX_BARS, axis.columns))
     bar = {"x": right, "width": right - left, "offset": left - right, "hovertemplate": "%{y}"}
+    bar["meta"] = meta = {"axis": int(number or 0)}
     means = {
         name: group_means(run.column(f"{name}_ms") / 1e3, run.column("taken"), group)
         for name in (*PHASES, *PAUSES, "comm")
@@ -279,7 +427,7 @@ def _phases(axis: Axis, number: str, suffix: str, run: Run) -> Chart:
         if means[name].any()
     ]
     if run.has("comm_ms"):
-        style = {"width": 1.5, "dash": "dash"}
+        style = {"width": 1.5, "dash": "dash", "meta": meta}
         traces.append(axis.line("communication", right, means["comm"], "ink", **style))
     unit = "by phase; pauses between steps on top, communication within"
     look: dict[str, Any] = {"tickformat": "~s", "hoverformat": ".3~s", "ticksuffix": "s"}
@@ -295,11 +443,13 @@ def _column(axis: Axis, runs: Sequence[Run], row: Row, grad_clips: Sequence[floa
         (tone, dash), x = run_style(n), axis.at(run, run.column("step"))
         y, name = row.factor * run.column(column), row.title.lower() if is_single else run.name
         traces += axis.lost(run, column, tone, row.factor) if is_single else []
+        meta = {"axis": n, "role": "raw" if row.is_noisy else "curve"}
         if len(x) > NOISY and row.is_noisy:
-            style = {"showlegend": False, "dash": dash, **FAINT}
+            style = {"showlegend": False, "dash": dash, **FAINT, "meta": meta}
             traces.append(axis.line(f"{name}, each line", x, y, tone, **style))
             y, name = smooth(y, window_of(len(y))), name + ", smoothed" * is_single
-        traces.append(axis.line(name, x, y, tone, dash=dash))
+            meta = {**meta, "role": "mean"}
+        traces.append(axis.line(name, x, y, tone, dash=dash, meta=meta))
     if column == "grad_norm":
         style = {"width": 1.25, "dash": "dash", "hoverinfo": "skip"}
         limits = sorted({clip for clip in grad_clips if clip > 0})
@@ -337,10 +487,12 @@ def _scores(axis: Axis, runs: Sequence[Run], has_chance: bool) -> Chart:
         for k, (name, points) in enumerate(curves.items()):
             steps, values = np.array(points).T
             (tone, dash), label = run_style(k), name
+            style: dict[str, Any]
             if not is_single:
                 (tone, _), dash = run_style(n), DASHES[k % len(DASHES)]
                 label = f"{run.name} {name}"
             style = {"width": 3, "dash": "solid"} if name == "average" else {"dash": dash}
+            style["meta"] = {"axis": n}
             traces.append(axis.line(label, axis.at(run, steps), values, tone, **style))
     key, title, unit = "other_scores", "Other scores", ""
     if has_chance:
@@ -354,7 +506,7 @@ def _experts(axis: Axis, number: str, suffix: str, run: Run) -> Chart:
     names |= {f"expert_{k}": (f"expert {k}", f"run{k}") for k in range(MAX_EXPERTS)}
     x = axis.at(run, run.column("step"))
     traces = [
-        axis.line(name, x, run.column(key), tone, width=1)
+        axis.line(name, x, run.column(key), tone, width=1, meta={"axis": int(number or 0)})
         for key, (name, tone) in names.items()
         if run.has(key)
     ]
@@ -362,19 +514,41 @@ def _experts(axis: Axis, number: str, suffix: str, run: Run) -> Chart:
     return axis.chart(f"experts{number}", title, unit, traces, hoverformat=".3f")
 
 
-def _mark_starts(axis: Axis, charts: Sequence[Chart], run: Run, now: float) -> None:
-    """Lost steps as bands; resumes and ends as upright lines, with labels in the loss chart."""
+def _usage(
+    axis: Axis, runs: Sequence[Run], key: str, title: str, unit: str, columns: Sequence[Any]
+) -> Chart:
+    """What the host and the GPU of rank 0 were used, of each run as far as it is known."""
+    is_single, traces = len(runs) == 1, []
+    for n, run in enumerate(runs):
+        for k, (column, name, dash) in enumerate(columns):
+            if run.has(column):
+                tone = run_style(k if is_single else n)[0]
+                look = {"dash": dash, "meta": {"axis": n, "role": "raw"}}
+                x = axis.at(run, run.column("step"))
+                label = name if is_single else f"{run.name} {name}"
+                traces.append(axis.line(label, x, run.column(column), tone, **look))
+    return axis.chart(key, title, unit, traces, from_zero=True, hoverformat=".3~f")
+
+
+def _marks(run: Run, now: float, unit: str, span: tuple[float, float]) -> dict[str, list[Any]]:
+    """Lost steps as bands; resumes and ends as upright lines, with labels for the loss chart."""
     shapes: list[dict[str, Any]] = []
     labels: list[dict[str, Any]] = []
-    for start in run.starts:
+
+    def at(step: float, seconds: float) -> float:
+        if unit == "tokens":
+            return float(run.tokens_at(np.array(step)))
+        return seconds if unit == "time" else float(step)
+
+    for start, begin in zip(run.starts, run.begins, strict=True):
         if start.lost_steps:
-            lost = np.array([max(start.cutoff, start.first_step), start.last_step])
-            edges = dict(zip(("x0", "x1"), axis.at(run, lost).tolist(), strict=True))
+            lost = (max(start.cutoff, start.first_step), start.last_step)
+            edges = map(at, lost, lost_seconds(run, start, begin))
             band = {"fillcolor": LIGHT["soft"], "opacity": 0.13, "line": {"width": 0}}
-            shapes.append({"type": "rect", **edges, **band})
-    low, high = axis.span
-    for step, kind, label in sorted(run.marks(now), key=lambda mark: mark[0]):
-        x, text = float(axis.at(run, np.array(step))), escape(label, quote=False)
+            shapes.append({"type": "rect", **dict(zip(("x0", "x1"), edges, strict=True)), **band})
+    low, high = span
+    for step, seconds, kind, label in sorted(run.marks(now), key=lambda mark: at(*mark[:2])):
+        x, text = at(step, seconds), escape(label, quote=False)
         if not low <= x <= high:
             continue
         is_bad = kind in ("crashed", "failed")
@@ -388,9 +562,18 @@ def _mark_starts(axis: Axis, charts: Sequence[Chart], run: Run, now: float) -> N
         elif x == labels[-1]["x"] and len(labels[-1]["text"]) < 30:
             labels[-1]["text"] += f", {text}"
     shapes = [{**one, "yref": "paper", "y0": 0, "y1": 1, "layer": "below"} for one in shapes]
-    for chart in charts:
-        chart.figure.update_layout(shapes=shapes[-MAX_MARKS:])
-    charts[0].figure.update_layout(annotations=labels)
+    return {"shapes": shapes[-MAX_MARKS:], "annotations": labels}
+
+
+def column_means(
+    x: np.ndarray, y: np.ndarray, columns: int, span: tuple[float, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Last x and mean of the known y of each pixel column."""
+    known = np.isfinite(y)
+    x, y = x[known], y[known]
+    column = pixel_columns(x, columns, span)
+    is_first, is_last = np.diff(column, prepend=-1) != 0, np.diff(column, append=columns) != 0
+    return x[is_last], group_means(y, np.ones(len(y)), np.cumsum(is_first) - 1)
 
 
 def downsample(x: np.ndarray, y: np.ndarray, columns: int, span: tuple[float, float]) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -33,8 +33,8 @@ LINES = ("loss", "validation", "average", "tokens", "memory", "mirror")
 TILES = (*LINES, "time", "step")
 SETBACKS = ("resumes", "crashes", "lost", "skipped", "spikes", "rollbacks", "corruptions")
 COLUMNS = {
-    **{"steps": "steps", "tokens": "tokens", "smoothed": "loss, smoothed"},
-    **{"validation": "best validation", "tokens/s": "tokens/s", "step": "step"},
+    **{"steps": "steps", "validation": "best validation", "bits": "in bits per byte"},
+    **{"smoothed": "loss, smoothed", "tokens": "tokens", "tokens/s": "tokens/s", "step": "step"},
     **{name: name for name in ("memory", "time", "resumes", "crashes")},
 }
 
@@ -164,6 +164,7 @@ def _figures(run: Run, now: float) -> dict[str, Figure]:
         "loss": Figure(last, f"{last:.4f}", f"{at}, {mean:.4f} smoothed"),
         "smoothed": Figure(mean, formats.figure(mean)),
         "validation": _best(run, ""),
+        "bits": _best(run, "", "val_bpb"),
         "average": _best(run, "ema_"),
         "tokens": Figure(tokens, f"{tokens:,.0f}" if tokens >= 0 else formats.DASH, pace),
         "tokens/s": Figure(speed, formats.figure(speed)),
@@ -181,18 +182,42 @@ def _figures(run: Run, now: float) -> dict[str, Figure]:
     }
 
 
-def _best(run: Run, prefix: str) -> Figure:
+def _best(run: Run, prefix: str, shown: str = "val_loss") -> Figure:
     """The validation of least loss; of the average of weights with `ema_`."""
     key = f"{prefix}val_loss"
     evals = [e for e in run.events("eval") if math.isfinite(e.get(key, math.nan))]
-    if not evals:
+    best = min(evals, key=lambda one: one[key], default={})
+    value = best.get(prefix + shown, math.nan)
+    if not math.isfinite(value):
         return Figure(math.nan, formats.DASH)
-    best = min(evals, key=lambda one: one[key])
     remark = f" at step {best['step']:,}, the best"
     for noun, name in (("perplexity", "val_ppl"), ("bits per byte", "val_bpb")):
-        value = best.get(prefix + name, math.nan)
-        remark += f", {noun} {value:.4g}" if math.isfinite(value) else ""
-    return Figure(best[key], f"{best[key]:.4f}", remark)
+        other = best.get(prefix + name, math.nan)
+        remark += f", {noun} {other:.4g}" if math.isfinite(other) else ""
+    return Figure(value, f"{value:.4f}", remark)
+
+
+def nats_of_a_bit(run: Run) -> tuple[float, float]:
+    """Nats per token of one bit per byte: of the training text, and of the held-out one.
+
+    NaN where bytes per token are not recorded. Without those of the training text the held-out one
+    stands for it.
+    """
+    held_out = trained = math.nan
+    for event in run.events("eval")[-1:]:
+        if event["val_bpb"] > 0:
+            trained = held_out = event["val_loss"] / event["val_bpb"]
+    for event in run.events("floors")[-1:]:
+        if event["bytes_per_token"] > 0:
+            trained = event["bytes_per_token"] * math.log(2)
+    return trained, held_out
+
+
+def other_text(runs: Sequence[Run]) -> bool:
+    """Whether the runs read different texts or cut them into different tokens."""
+    floors = [[event.get("text") for event in run.events("floors")[-1:]] for run in runs]
+    facts = [[run.fact("text"), run.fact("vocabulary")] for run in runs]
+    return len({*map(str, floors if all(floors) else facts)}) > 1
 
 
 def _mirror(run: Run) -> Figure:

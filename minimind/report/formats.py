@@ -154,32 +154,41 @@ class Pause(NamedTuple):
 
 
 PAUSES = {
-    "evaluate": Pause("evaluation", "#cc79a7", "#cc79a7", "evaluation takes", "eval_interval"),
+    "evaluate": Pause("evaluation", "#c0679a", "#cc79a7", "evaluation takes", "eval_interval"),
     "checkpoint": Pause("checkpoint", "#7b4fa0", "#b08fd4", "checkpoints take", "save_interval"),
-    "sample": Pause("samples", "#999999", "#999999", "samples take", "sample_interval"),
-    "score": Pause("scores", "#c2a83e", "#c2a83e", "scores take", "eval_tasks_interval"),
+    "sample": Pause("samples", "#808080", "#999999", "samples take", "sample_interval"),
+    "score": Pause("scores", "#9a8220", "#c2a83e", "scores take", "eval_tasks_interval"),
     "verify": Pause(
         *("checks for corruption", "#5b8c5a", "#5b8c5a"),
         *("checks for corruption take", "verify_interval"),
     ),
-    "trace": Pause("trace", "#cccccc", "#cccccc"),
+    "trace": Pause("trace", "#6f6f6f", "#cccccc"),
     "gc": Pause("garbage collection", "#8c6d46", "#8c6d46"),
 }
 NOUNS = {name: name for name in PHASES} | {name: one.noun for name, one in PAUSES.items()}
 RECURRING = {name: one for name, one in PAUSES.items() if one.flag}
 
 # Light and dark, after Okabe and Ito (2008), whose colors differ for every kind of color vision.
+# Text has a contrast of 4.5 to `paper`; borders of controls (`edge`), bars and lines have 3.
+# `rule` only divides.
 PALETTE = {
     **{"paper": ("#ffffff", "#14181d"), "ink": ("#1d2733", "#e4e8ec")},
     **{"soft": ("#5c6773", "#97a3af"), "rule": ("#dfe3e8", "#2c343d")},
+    **{"edge": ("#7d8894", "#6f7b87")},
     **{"bad": ("#c0392b", "#ff7b6b"), "good": ("#00795a", "#2fc99b")},
     **{"run0": ("#0072b2", "#56b4e9"), "run1": ("#d55e00", "#f08b43")},
     **{"run2": ("#009e73", "#2fc99b"), "run3": ("#b0578d", "#d98cba")},
     **{"run4": ("#b8860b", "#e6b422"), "run5": ("#3a9bd9", "#9ad0f5")},
     **{"run6": ("#6b5b95", "#b3a1e0"), "run7": ("#555555", "#b5b5b5")},
-    **{"data": ("#e69f00", "#e6b422"), "forward": ("#7cc4ec", "#2f6a96")},
-    **{"backward": ("#2f7fb8", "#62b5ea"), "optimizer": ("#1fa27c", "#1fa27c")},
+    **{"data": ("#b87a00", "#e6b422"), "forward": ("#3f97cc", "#2f79ad")},
+    **{"backward": ("#1f5f94", "#7cc4f0"), "optimizer": ("#17936e", "#1fa27c")},
+    **{"xz": ("#8a5a1c", "#d9a866"), "zstd": ("#5f6f00", "#b9cc4a")},
     **{name: (one.light, one.dark) for name, one in PAUSES.items()},
+}
+# Color and dash of the floors, whose names are written in the color.
+FLOORS = {
+    **{"unigram": ("run7", "longdash"), "trigram": ("run6", "dashdot"), "zlib": ("run3", "dot")},
+    **{"xz": ("xz", "dash"), "zstd": ("zstd", "longdashdot")},
 }
 LIGHT = {name: light for name, (light, _) in PALETTE.items()}  # page.html changes light to dark
 

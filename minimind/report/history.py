@@ -28,12 +28,15 @@ LIMIT = 1e100  # larger values, and smaller inverses, would overflow in later ar
 MAX_EXPERTS = 8  # shown one by one; of more, the first and the range over all
 COLUMNS = (
     *("step", "time", "loss", "lr", "grad_norm", "skipped", "tokens", "tokens_per_second"),
+    *("cpu_percent", "host_memory_gib", "gpu_percent", "gpu_memory_gib"),
     *("mfu", "memory_mib", "step_ms", "comm_ms", *(f"{name}_ms" for name in (*PHASES, *PAUSES))),
 )
 ENDS = ("exit", "rolled_back")  # they end a start; after a rollback another one follows
 SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
 LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
 MAX_CHARACTERS, MAX_DEPTH = 300, 8  # limits of a value of the configuration
+CONSOLE_NAME, CONSOLE_LINES, CONSOLE_BYTES = "console.log", 200, 1 << 17  # of it the last ones
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\x20-\x7e\xa0-\U0010ffff]")
 
 
 def number(value: Any, default: float = math.nan) -> float:
@@ -250,7 +253,8 @@ class Run:
     def lines(self, name: str) -> np.ndarray:
         """float64 (lines,) of all lines, also the lost ones; NaN where missing.
 
-        `taken` has the steps since the line before, `begins` where these begin.
+        `taken` has the steps since the line before, `begins` where these begin, `seconds` the time
+        of all starts up to a line, without the time between them.
         """
         recorded = self._table.get(name, ())
         if name in ("taken", "begins"):
@@ -260,11 +264,20 @@ class Run:
                 before[start.first_line : start.first_line + min(1, start.lines)] = start.first_step
             recorded = np.where(steps > before, steps - before, 1.0)
             recorded = recorded if name == "taken" else steps - recorded
+        elif name == "seconds":
+            pairs = zip(self.starts, self.begins, strict=True)
+            shifts = [begin - start.first_time for start, begin in pairs]
+            recorded = self.lines("time") + self._of_lines(shifts)
         values = np.full(len(self._table["step"]), np.nan)
         values[: len(recorded)] = recorded
         values[~(np.abs(values) < LIMIT)] = np.nan
         values[np.abs(values) < 1 / LIMIT] = 0.0
         return values
+
+    @property
+    def begins(self) -> list[float]:
+        """Seconds of the starts before each start."""
+        return np.cumsum([0.0, *(start.seconds for start in self.starts)])[:-1].tolist()
 
     @property
     def is_kept(self) -> np.ndarray:
@@ -341,6 +354,12 @@ class Run:
         kept, starts = self.column("step"), [start.first_step for start in self.starts]
         return float(kept[-1]) if len(kept) else max(filter(math.isfinite, starts), default=0.0)
 
+    @property
+    def pace(self) -> float:
+        """Seconds between the last two lines of the last start; 0 without them."""
+        times = self.lines("time")[self.starts[-1].first_line :][-2:]
+        return float(np.nan_to_num(times[1] - times[0])) if len(times) == 2 else 0.0
+
     def outcomes(self, now: float) -> list[tuple[str, str]]:
         """For each start a kind and a sentence.
 
@@ -353,9 +372,7 @@ class Run:
         if end is None and start is not self.starts[-1]:
             return "crashed", "crashed: no end recorded"
         if end is None:
-            times = self.lines("time")[start.first_line :][-2:]
-            pace = float(np.nan_to_num(times[1] - times[0])) if len(times) == 2 else 0.0
-            is_recent = now - start.last_time < max(SILENCE, 3 * pace)
+            is_recent = now - start.last_time < max(SILENCE, 3 * self.pace)
             return ("running", "still running") if is_recent else ("silent", "no end recorded")
         if end["event"] == "rolled_back":
             step = number(end.get("step"))
@@ -365,23 +382,24 @@ class Run:
             return ("stopped", reason or "stopped and saved") if status else ("done", "done")
         return "failed", f"status {status}, {end['code']}: {reason}"
 
-    def marks(self, now: float) -> list[tuple[float, str, str]]:
-        """Step, kind and label of each resume and of each end other than done."""
-        marks: list[tuple[float, str, str]] = []
+    def marks(self, now: float) -> list[tuple[float, float, str, str]]:
+        """Step, `seconds`, kind and label of each resume and of each end other than done."""
+        marks: list[tuple[float, float, str, str]] = []
         world, before = None, ""
         for n, (start, (kind, _)) in enumerate(zip(self.starts, self.outcomes(now), strict=True)):
             size, first = start.facts.get("world_size"), start.first_step
-            last = max(first, start.last_step)
+            last, begin = max(first, start.last_step), self.begins[n]
+            end = begin + start.seconds
             if n and math.isfinite(first) and not start.is_implied:
                 verb = "resumed" if start.facts.get("resume_from") else "started anew"
                 verb = "rolled back" if before == "rolled back" else verb
                 change = f", {world} → {size} processes" if world not in (None, size) else ""
-                marks.append((first, "resume", f"{verb} at {first:,.0f}{change}"))
+                marks.append((first, begin, "resume", f"{verb} at {first:,.0f}{change}"))
             world, before = start.facts.get("world_size") or world, kind
             if start.end and kind == "failed":
-                marks.append((last, kind, f"failed ({start.end['code']}) at {last:,.0f}"))
+                marks.append((last, end, kind, f"failed ({start.end['code']}) at {last:,.0f}"))
             elif kind in ("crashed", "stopped"):
-                marks.append((last, kind, f"{kind} at {last:,.0f}"))
+                marks.append((last, end, kind, f"{kind} at {last:,.0f}"))
         return [mark for mark in marks if math.isfinite(mark[0])]
 
 
@@ -446,6 +464,28 @@ def read_configuration(run_dir: Path) -> Configuration:
         content = None
     is_object = isinstance(content, dict)
     return Configuration(flags, _flatten(masked_values(content)) if is_object else {})
+
+
+def console_size(run_dir: Path) -> int:
+    """Bytes of the file that `read_console` reads; 0 without it."""
+    path = run_dir / CONSOLE_NAME
+    return disk.stat(path).st_size if disk.is_file(path) else 0
+
+
+def read_console(run_dir: Path) -> list[str]:
+    """The last lines that a run printed, without colors; empty without their file."""
+    path = run_dir / CONSOLE_NAME
+    with storing(str(path), "correct its permissions"):
+        if not disk.is_file(path):
+            return []
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - CONSOLE_BYTES))
+            lines = file.read(CONSOLE_BYTES).decode("utf-8", "replace").split("\n")
+    lines = lines[size > CONSOLE_BYTES :]  # without the one that is cut
+    # A progress bar writes its line again after each carriage return.
+    shown = [CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip() for line in lines]
+    return [masked(line) for line in shown if line][-CONSOLE_LINES:]
 
 
 def _flatten(content: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str, str]:

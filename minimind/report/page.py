@@ -24,11 +24,19 @@ from minimind.report.figures import (
     TILES,
     Summary,
     describe,
+    other_text,
     rank_figures,
     stage_rows,
 )
 from minimind.report.formats import PALETTE
-from minimind.report.history import Configuration, Run, Start, read_configuration, read_runs
+from minimind.report.history import (
+    Configuration,
+    Run,
+    Start,
+    read_configuration,
+    read_console,
+    read_runs,
+)
 from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import storing, write_whole
 
@@ -38,6 +46,7 @@ if TYPE_CHECKING:
 REPORT_NAME = "report.html"  # file in the out_dir of a run
 GENERATOR = '<meta name="generator" content="minimind report">'
 MAX_STARTS, MAX_SAMPLES = 60, 6
+MAX_DIFFERING, MAX_NAME = 3, 60  # flags that name a run, and characters
 START_HEAD = ("started", "steps", "time", "processes", "end", "steps lost")
 FACTS = (
     *("commit", "hardware", "device", "peak_tflops", "peak_source"),
@@ -77,28 +86,37 @@ def render_parts(
     """Title, HTML and charts of the page."""
     from minimind.report.charts import draw, run_style  # plotly
 
+    config, flags = configurations[0], [one.flags for one in configurations]
+    names = dict.fromkeys(name for one in flags for name in one)
+    rows = [(n, *(one.get(n, ("",))[0] for one in flags)) for n in names]
+    differing = [row for row in rows if row[0] != "out_dir" and len({*row[1:]}) > 1]
+    folders = [""] * len(runs)
+    if named := _names(runs, differing):
+        folders = [str(run.run_dir) for run in runs]
+        for run, name in zip(runs, named, strict=True):
+            run.name = name
     charts = draw(runs, [one.grad_clip for one in configurations], now)
-    summaries, config = [Summary(run, now) for run in runs], configurations[0]
+    summaries = [Summary(run, now) for run in runs]
     faults = [f"{run.name}: {NAME} {run.config_fault}" for run in runs if run.config_fault]
     if lines := sum(run.unread_lines for run in runs):
         faults.insert(0, f"{formats.count(lines, 'line')} could not be read")
-    flags = config.flags.items()
-    names = dict.fromkeys(name for one in configurations for name in one.flags)
-    rows = [(n, *(one.flags.get(n, ("",))[0] for one in configurations)) for n in names]
+    given = config.flags.items()
     body = TEMPLATES.get_template("report.html").render(
         is_single=len(runs) == 1,
         summaries=summaries,
         lead=_lead(summaries[0]),
-        compared=[_compared(one, run_style(n)[0]) for n, one in enumerate(summaries)],
+        compared=[_compared(one, run_style(n)[0], folders[n]) for n, one in enumerate(summaries)],
         charts=charts,
+        shared=charts[0].meta if charts else {},
+        has_other_text=other_text(runs),
         details=[_details(run, now) for run in runs],
         start_head=START_HEAD,
         stage_head=STAGE_HEAD,
-        given=[(name, *both) for name, both in flags if both[1] != DEFAULT],
-        defaults=[(name, value) for name, (value, source) in flags if source == DEFAULT],
+        given=[(name, *both) for name, both in given if both[1] != DEFAULT],
+        defaults=[(name, value) for name, (value, source) in given if source == DEFAULT],
         deepspeed=[*config.deepspeed.items()],
         names=[run.name for run in runs],
-        differing=[row for row in rows if row[0] != "out_dir" and len({*row[1:]}) > 1],
+        differing=differing,
         written=formats.timestamp(now),
         faults=faults,
     )
@@ -166,18 +184,39 @@ def fill_page(
 def _lead(summary: Summary) -> str:
     sentences = (summary.course(), summary.setbacks(), summary.verdict, summary.placed)
     if not summary.run.starts:
-        return "Nothing is recorded yet."
+        return f"No run has started in {summary.run.run_dir} yet."
     return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
 
 
-def _compared(one: Summary, tone: str) -> list[str]:
+def _names(runs: Sequence[Run], differing: Sequence[Sequence[str]]) -> list[str]:
+    """A name for each run by the first flags that differ; empty where folders have other names.
+
+    `differing`: rows of a flag and its value in each run.
+    """
+    if len({run.run_dir.absolute().name for run in runs}) == len(runs):
+        return []
+    several = [differing[:count] for count in range(2, MAX_DIFFERING + 1)]
+    for some in [*([row] for row in differing), *several]:
+        names = [
+            ", ".join(f"{flag} {values[n] or formats.DASH}" for flag, *values in some)
+            for n in range(len(runs))
+        ]
+        if len({*names}) == len(runs) and max(map(len, names)) <= MAX_NAME:
+            return names
+    return []
+
+
+def _compared(one: Summary, tone: str, folder: str) -> list[str]:
     """A cell for the name of a run, for each of `COLUMNS`, and for its end."""
     cells = [one.figures[name].text for name in COLUMNS]
     cells[0] = Markup("{}{}").format(cells[0], _part("progress", one))
     if at := one.figures["validation"].remark.partition(",")[0]:
         cells[[*COLUMNS].index("validation")] += Markup("<small>{}</small>").format(at)
     end = _part("ended", one.kind, one.ending + one.time_left(), [])
-    return [_part("key", tone, one.run.name), *cells, end]
+    name = _part("key", tone, one.run.name)
+    if folder:
+        name += Markup("<small>{}</small>").format(folder)
+    return [name, *cells, end]
 
 
 def _details(run: Run, now: float) -> dict[str, Any]:
@@ -197,11 +236,12 @@ def _details(run: Run, now: float) -> dict[str, Any]:
     step, ranks = rank_figures(run)
     facts = [f"{name} {value}" for name, value in (run.fact("versions") or {}).items()]
     facts += [f"{name} {run.fact(name)}" for name in FACTS if run.fact(name) is not None]
+    console = read_console(run.run_dir)
     samples = [*{event["number"]: event for event in run.events("sample")}.values()][:MAX_SAMPLES]
     return {
         **{"name": run.name, "starts": starts, "scores": scores, "stages": stage_rows(run)},
         **{"ranks": ranks, "ranks_step": f"{step:,}", "facts": [(fact, None) for fact in facts]},
-        "samples": samples,
+        **{"samples": samples, "console": console},
     }
 
 

@@ -29,7 +29,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from minimind.errors import RendezvousError, StorageError
-from minimind.report.history import read_configuration, runs_of
+from minimind.report.history import Run, console_size, read_configuration, runs_of
 from minimind.report.page import figures, fill_page, render_parts
 from minimind.runtime import disk
 from minimind.runtime.durable_files import printing
@@ -38,6 +38,7 @@ from minimind.runtime.terminal import phase
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost", "[::1]"]  # by which a browser may ask, also through a tunnel
 INTERVAL, SHARE = 1.0, 0.1  # seconds between two reports; share of a core to render them with
+STALE = 30.0  # seconds without an event, or three times the pace of a run
 POLL, BEAT = 0.25, 5.0  # seconds; `live.js` knows the second
 MAX_CONNECTIONS = 256  # open at the same time
 ANSWERS_END = 1  # seconds that answers have to end after a signal
@@ -82,7 +83,8 @@ class LiveReport:
         try:
             grown = [run.read() for run in self._runs]
             runs, now = self._runs, time.time()
-            state = [run.outcomes(now)[-1:] for run in runs]
+            consoles = [console_size(run.run_dir) for run in runs]
+            state = [[run.outcomes(now)[-1:] for run in runs], consoles]
             if not any(grown) and state == self._state:
                 return
             self._parts = render_parts(runs, [read_configuration(r.run_dir) for r in runs], now)
@@ -98,11 +100,33 @@ class LiveReport:
             last = max((r.starts[-1].last_time for r in runs if r.starts), default=math.nan)
             facts: dict[str, Any] = {"title": title, "body": body}
             facts["line_age"] = max(0.0, now - last) if math.isfinite(last) else None
-            facts["is_running"] = any(kind == "running" for (kind, _), *_ in filter(None, state))
+            facts["state"] = state_of(runs, now)
             name, data = "report", f'{json.dumps(facts)[:-1]},"charts":{figures(charts)}}}'
         self._state = state
         self.message = f"event: {name}\ndata: {data}\n\n".encode(errors="backslashreplace")
         self.version += 1
+
+
+def state_of(runs: Sequence[Run], now: float) -> dict[str, Any]:
+    """What goes on: a `kind` (waiting, running, failed or ended), a sentence, and the seconds
+    without a new event after which a run that goes on is told as `stale`."""
+    last = [(run.outcomes(now) or [("waiting", "")])[-1] for run in runs]
+    kinds = [kind for kind, _ in last]
+    if "running" in kinds:
+        paces = [run.pace for run, kind in zip(runs, kinds, strict=True) if kind == "running"]
+        number = f"{kinds.count('running')} of {len(runs)} runs go on."
+        text = "Running." if len(runs) == 1 else number
+        return {"kind": "running", "text": text, "stale": max(STALE, 3 * max(paces))}
+    if "waiting" in kinds:
+        run = runs[kinds.index("waiting")]
+        text = f"Waiting for {run.run_dir}: no run has started there."
+        return {"kind": "waiting", "text": text.encode(errors="backslashreplace").decode()}
+    kind = "failed" if "failed" in kinds else "ended"
+    if len(runs) > 1:
+        failed = kinds.count("failed")
+        return {"kind": kind, "text": f"All runs have ended{f', {failed} failed' * bool(failed)}."}
+    text = last[0][1].rstrip(".")
+    return {"kind": kind, "text": f"{'Failed' if kind == 'failed' else 'Ended'}: {text}."}
 
 
 def server_of(report: LiveReport) -> uvicorn.Server:

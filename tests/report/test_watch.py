@@ -23,13 +23,15 @@ from minimind.cli.main import main
 from minimind.errors import StorageError
 from minimind.report import watch
 from minimind.report.history import Run
-from minimind.report.watch import LiveReport, server_of
+from minimind.report.watch import LiveReport, server_of, state_of
 from tests.browser import opened
 from tests.report.made import (
+    NOW,
     Drawn,
     crashed_and_resumed,
     end,
     evaluation,
+    made_run,
     run_start,
     step_line,
     write_run,
@@ -156,7 +158,7 @@ def test_events_follow_a_crash_and_a_resume_and_runs_that_begin_later(tmp_path):
         assert "nothing recorded" in reader.event()["body"]
         write_run(place, [run_start(time=time.time()), step_line(1, time=time.time())])
         content = reader.event()
-        assert content["is_running"]
+        assert content["state"]["kind"] == "running"
         assert content["line_age"] < 20
         append(place, step_line(2), '{"event": "step", "st')
         assert reader.event()["charts"]["loss"]["layout"]["xaxis"]["range"][1] == 2
@@ -167,6 +169,58 @@ def test_events_follow_a_crash_and_a_resume_and_runs_that_begin_later(tmp_path):
         write_run(later, [run_start(), end(0)])
         assert "done" in reader.event()["body"]
         reader.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "words"),
+    [
+        ([], "waiting", "Waiting for {}: no run has started there."),
+        ([run_start(time=NOW), step_line(1, time=NOW)], "running", "Running."),
+        ([run_start(), step_line(1), end(1)], "ended", "Ended: done."),
+        ([run_start(), step_line(1)], "ended", "Ended: no end recorded."),
+        (
+            [run_start(), end(1, 3, "E_DATA", "a.jsonl:3: no object; correct it")],
+            *("failed", "Failed: status 3, E_DATA: a.jsonl:3: no object; correct it."),
+        ),
+    ],
+)
+def test_the_state_of_a_run_is_a_sentence(tmp_path, lines, kind, words):
+    run = made_run(tmp_path, lines)
+    state = state_of([run], NOW)
+    assert (state["kind"], state["text"]) == (kind, words.format(tmp_path))
+    assert state.get("stale") == (30 if kind == "running" else None)
+    other = made_run(tmp_path / "other", [run_start(), step_line(1), end(1)])
+    several = {"waiting": "waiting", "running": "running", "failed": "failed"}
+    assert state_of([run, other], NOW)["kind"] == several.get(kind, "ended")
+
+
+def test_a_slow_run_is_stale_after_three_times_its_pace(tmp_path):
+    lines = [run_start(time=NOW - 200), *(step_line(n, time=NOW - 100 / n) for n in (1, 2))]
+    assert state_of([made_run(tmp_path, lines)], NOW)["stale"] == 150
+
+
+def test_a_browser_is_told_of_a_run_that_waits_begins_goes_quiet_and_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STALE", 1.0)
+    place = tmp_path / "run"
+    with serving(place) as server, opened(f"http://127.0.0.1:{server}/") as page:
+        live = page.locator("#live")
+        expect(live).to_contain_text(f"Waiting for {place}: no run has started there.")
+        expect(page.locator(".plot")).to_have_count(0)
+        now = time.time()
+        write_run(place, [run_start(time=now), step_line(1, time=now), step_line(2, time=now)])
+        (place / "console.log").write_text("first line\n")
+        expect(live).to_contain_text("Running.")
+        expect(page.locator("#loss .plot .trace").first).to_be_attached()
+        expect(page.locator(".console")).to_have_text("first line")
+        expect(live).to_contain_text("No new event for")
+        (place / "console.log").write_text("first line\nsecond line\n")
+        expect(page.locator(".console")).to_contain_text("second line")
+        page.locator("#loss summary").click()
+        page.get_by_label("x axis").select_option("tokens")
+        append(place, step_line(3, time=now), end(3, 3, "E_DATA", "no object"))
+        expect(live).to_contain_text("Failed: status 3, E_DATA: no object.")
+        assert page.evaluate("document.querySelector('#loss details').open")
+        assert page.evaluate("document.querySelector('#loss .plot').data[0].x.at(-1)") == 300
 
 
 def test_several_readers_share_a_report_and_leave_nothing_behind(tmp_path, monkeypatch):
@@ -312,7 +366,7 @@ def test_ids_and_selectors_have_letters_digits_and_dashes(tmp_path, names):
     report = LiveReport(places)
 
     def identities(message: bytes) -> dict[str, list[str]]:
-        charts = json.loads(message.decode().split("data: ")[1])["charts"]
+        charts = json.loads(message.decode().split("data: ", 1)[1])["charts"]
         return {key: [one["uid"] for one in chart["data"]] for key, chart in charts.items()}
 
     before = identities(report.refresh()[1])
@@ -335,7 +389,8 @@ def test_a_browser_draws_every_chart_of_a_live_page(tmp_path, names):
     steps = "document.querySelector('#loss .plot').calcdata.flat().map(point => point.x || 0)"
     with serving(*places) as server, opened(f"http://127.0.0.1:{server}/") as page:
         page.evaluate("window.lossPlot = document.querySelector('#loss .plot')")
-        expect(page.locator("#live")).to_contain_text("No run is going on.")
+        ended = "Ended: done." if len(names) == 1 else "All runs have ended."
+        expect(page.locator("#live")).to_contain_text(ended)
         charts = page.evaluate(drawn)
         assert len(charts) >= 5
         assert all(has_traces for _, has_traces in charts)
@@ -358,7 +413,7 @@ def test_a_browser_follows_the_run_keeps_its_view_and_finds_the_server_again(tmp
         stack = opened(f"http://127.0.0.1:{server}/")
         page = stack.__enter__()
         live = page.locator("#live")
-        expect(live).to_contain_text("Live.")
+        expect(live).to_contain_text("Running.")
         page.evaluate("window.isSame = true; scrollTo(0, 300)")
         append(place, *(step_line(n) for n in range(3, 31)))
         expect(page.locator(".lead")).to_contain_text("Step 30 of 100")
@@ -375,7 +430,7 @@ def test_a_browser_follows_the_run_keeps_its_view_and_finds_the_server_again(tmp
     append(place, step_line(32))
     with serving(place, port=port):
         expect(page.locator(".lead")).to_contain_text("Step 32 of 100")
-        expect(live).to_contain_text("Live.")
+        expect(live).to_contain_text("Running.")
         assert page.evaluate("window.isSame && scrollY === 300")
         assert page.evaluate(ranges) == [[5, 10], [5, 10]]
         stack.__exit__(None, None, None)

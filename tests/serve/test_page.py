@@ -15,6 +15,7 @@ from minimind.serve.app import load_page
 from minimind.serve.protocol import Request
 from tests.browser import opened
 from tests.conftest import POSITIONS
+from tests.contrast import contrast
 from tests.serve.conftest import InProcess
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -612,23 +613,10 @@ def colors() -> list[dict[str, str]]:
     return [dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", root)) for root in roots]
 
 
-def luminance(color: str) -> float:
-    """Of WCAG 2.2."""
-    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    high, low = sorted((luminance(one), luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
 def test_the_colors_are_those_of_the_report_and_can_be_told_apart():
     light, dark = colors()
-    for name in ("paper", "ink", "soft", "rule", "bad", "run0"):
+    for name in ("paper", "ink", "soft", "rule", "edge", "bad", "run0"):
         assert (light[name], dark[name]) == PALETTE[name]
-    assert contrast("#000000", "#ffffff") == 21
     for found in (light, dark):
         for text in ("ink", "soft", "bad", "run0"):  # run0 is also the ground of a button's text
             assert contrast(found[text], found["paper"]) >= 4.5, text

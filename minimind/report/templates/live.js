@@ -1,8 +1,8 @@
 // Of `minimind report --watch`: follows the server that the page came from (watch.py).
 const BEAT = 5;  // seconds in which the server says at least that it is there
-const [state, age] = document.querySelectorAll("#live > *");
+const [state, more] = document.querySelectorAll("#live > *");
 let source = null, next = null, isPressed = false;
-let heard = Date.now(), lineAt = null, problem = "", isRunning = true;
+let heard = Date.now(), lineAt = null, problem = "", going = { kind: "waiting", text: "" };
 function connect() {
   source = new EventSource("/events");
   const hear = (name, act) => source.addEventListener(name, event => {
@@ -22,12 +22,13 @@ function disconnect() {
 }
 function show() {
   if (!next || isPressed) return;  // not while the reader draws a box
-  const { title, body, line_age, is_running } = next;
+  const { title, body, line_age, state: told } = next;
   ({ charts } = next);
   next = null;
   lineAt = line_age === null ? null : Date.now() - 1e3 * line_age;
-  isRunning = is_running;
+  going = told;
   document.title = title;
+  const areAtEnd = [...document.querySelectorAll(".console")].map(one => one.scrollTop + one.clientHeight > one.scrollHeight - 40);
   merge(document.querySelector("main"), new DOMParser().parseFromString(body, "text/html").body);
   for (const plot of [...seen.keys()].filter(one => !one.isConnected)) {
     Plotly.purge(plot);
@@ -35,6 +36,8 @@ function show() {
     if (pointed?.plot === plot) pointed = null;
   }
   draw();
+  filterSettings();
+  scrollConsoles(areAtEnd);
 }
 function merge(old, fresh) {  // what is equal stays: selected text, scrolled tables, drawn charts
   let place = old.firstChild;
@@ -48,7 +51,7 @@ function merge(old, fresh) {  // what is equal stays: selected text, scrolled ta
     else if (other.nodeType !== Node.ELEMENT_NODE || other.nodeName !== child.nodeName) {
       if (!other.isEqualNode(child)) other.replaceWith(child);
     } else if (!other.classList.contains("plot")) {
-      for (const { name } of [...other.attributes]) if (!child.hasAttribute(name)) other.removeAttribute(name);
+      for (const { name } of [...other.attributes]) if (!child.hasAttribute(name) && name !== "open") other.removeAttribute(name);
       for (const { name, value } of child.attributes)
         if (other.getAttribute(name) !== value) other.setAttribute(name, value);
       merge(other, child);
@@ -68,14 +71,16 @@ function tell() {  // screen readers say the state, not each second
   const since = (Date.now() - heard) / 1e3;
   const isLost = source?.readyState !== EventSource.OPEN || since > 4 * BEAT;
   const isStarting = isLost && since < 2;
-  const [name, text, more] = isStarting ? ["", "Connecting", ""]
+  const age = lineAt === null ? null : (Date.now() - lineAt) / 1e3;
+  const [name, text, rest] = isStarting ? ["", "Connecting.", ""]
     : isLost ? ["stale", "Not up to date.", `No answer from minimind report --watch for ${ago(since)}; trying again.`]
     : problem ? ["stale", "Not up to date.", problem]
-    : !isRunning ? ["", "Live.", "No run is going on."]
-    : ["current", "Live.", lineAt === null ? "No line yet." : `The last line was written ${ago((Date.now() - lineAt) / 1e3)} ago.`];
+    : going.kind !== "running" ? [going.kind, going.text, ""]
+    : age > going.stale ? ["quiet", going.text, `No new event for ${ago(age)}.`]
+    : ["current", going.text, age === null ? "No line yet." : `The last line was written ${ago(age)} ago.`];
   document.getElementById("live").className = name;
   if (state.textContent !== text) state.textContent = text;
-  age.textContent = more;
+  more.textContent = rest;
 }
 setInterval(() => {
   if (document.hidden) return;
