@@ -17,7 +17,7 @@ num_attention_heads num_key_value_heads | --n_heads, --n_kv_heads |
 intermediate_size | --hidden_dim |
 save_dir | --out_dir | checkpoints are in its `checkpoints/`
 save_weight |  | not needed: `--out_dir` identifies the weights
-from_weight=NAME | --init_from FILE | a `.pth` file or a directory, [imported](export.md#in)
+from_weight=NAME | --init_from FILE | a `.pth` file or a directory, [imported](export.md#import)
 from_resume=1 | --resume auto | the default; weights are saved in fp32
 log_interval save_interval | --log_interval, --save_interval | steps here, micro-batches there; `--save_minutes` also saves every 30 minutes
 max_seq_len | --max_seq_len | documents are packed here, truncated and padded there
