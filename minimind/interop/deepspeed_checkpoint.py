@@ -75,6 +75,7 @@ class ForeignCheckpoint:
     file: Path  # of the model, which errors name
     step: int
     skipped: int
+    rows: int  # that all steps read
     config: Mapping[str, Any]  # of DeepSpeed
     version: str
     stage: int
@@ -130,12 +131,6 @@ class ForeignCheckpoint:
                 is_decayed = decay and len(self.shapes[name]) > 1
                 count += group.get("weight_decay") != (decay if is_decayed else 0)
         return count if decay else 0
-
-    @property
-    def rows_per_step(self) -> int | None:
-        """Rows of all processes, if the configuration has a number."""
-        rows = self.config.get("train_batch_size")
-        return rows if type(rows) is int and 0 < rows <= MAX_INTEGER else None
 
     @property
     def grad_clip(self) -> float:
@@ -202,6 +197,7 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
             file,
             step=_count(state["global_steps"]),
             skipped=_count(state["skipped_steps"]),
+            rows=_count(state["global_samples"]),
             config=config if isinstance(config, Mapping) else {},
             version=str(state["ds_version"]),
             stage=0,

@@ -144,7 +144,7 @@ def _identity(
     row, group = OPTIMIZERS[found.optimizer], found.numbers
     params = {**row.fixed, **{key: group[key] for key in ("eps", "momentum") if key in group}}
     return {
-        "batch": {"rows_per_step": found.rows_per_step or 1},
+        "batch": {"rows_per_step": max(1, found.rows // max(1, found.step))},
         "lr": {
             "learning_rate": group.get("initial_lr", group.get("lr")),
             "weight_decay": group.get("weight_decay"),
@@ -205,7 +205,7 @@ def _lost(found: ForeignCheckpoint, model: Weights) -> Iterator[tuple[str, str]]
     yield "tokens read", f"counted from 0 at step {found.step}"
     rate = f", {group['lr']:g} at step {found.step}" if "lr" in group else ""
     yield ("schedule", f"--schedule, --warmup_steps, --max_steps, all counted from step 0{rate}")
-    yield "rows per step", f"{found.rows_per_step or 'not known'}: {batch}"
+    yield "rows per step", f"{found.rows / max(1, found.step):g} until now: {batch}"
     if (eps := group.get("eps", 1e-8)) != 1e-8 and found.optimizer == "adamw":
         yield f"eps {eps:g}", "1e-08, or an optimizer block of a DeepSpeed file (--allow_change lr)"
     if others := found.decayed_otherwise:
