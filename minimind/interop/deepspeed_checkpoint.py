@@ -144,9 +144,15 @@ class ForeignCheckpoint:
         moments = {name for kind in self.kinds for name in self.pieces[kind]}
         return sorted({*self.shapes} - moments) if moments else []
 
-    def has(self, kind: str, name: str) -> bool:
-        """Whether a weight has this kind of number."""
-        return name in self.pieces.get(kind, ())
+    def moments_of(self, name: str) -> list[str]:
+        """The kinds of moments of a weight; CheckpointError if they are not those of an update."""
+        own = [kind for kind in self.kinds if name in self.pieces[kind]]
+        if not own and self.optimizer != "muon":  # it was not trained
+            return self.kinds
+        if own not in ([self.kinds] if self.optimizer != "muon" else [[*ADAM], [MOMENTUM]]):
+            has = " and ".join(own) or "no moments"
+            raise CheckpointError(f"{self.folder}: has {has} of {shown(name)}; {REPLACE}")
+        return own
 
     def read(self, kind: str, name: str) -> Tensor:
         """A weight, or a moment of one, as float32; of a weight that was not trained zeros."""

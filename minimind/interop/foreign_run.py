@@ -121,12 +121,11 @@ def _weights(model: Weights) -> list[str]:
 
 
 def _parts(found: ForeignCheckpoint, models: Mapping[str, Weights]) -> Iterator[Part]:
-    """A slice of each kind and weight: moments of all, also of a weight that was not trained."""
-    for kind, model in models.items():
-        tensors = model.tensors
-        for name in _weights(model):
-            if kind != MASTER and not found.has(kind, tensors.file_names.get(name, name)):
-                continue
+    """A slice of each kind of each weight."""
+    for name in _weights(models[MASTER]):
+        theirs = models[MASTER].tensors.file_names.get(name, name)
+        for kind in (MASTER, *found.moments_of(theirs)):
+            tensors = models[kind].tensors
             size = math.prod(tensors.shapes[name])
 
             def read(name: str = name, tensors: TensorSource = tensors) -> Tensor:
@@ -173,11 +172,10 @@ def _summary(
     moments = " and ".join(found.kinds) or "no moments"
     lr, place = identity["lr"], shell_word(str(out))
     lines = [
-        f"{out}: step {found.step} of {found.folder}: {parameters:,} weights in float32 with"
-        f" {moments}, {mebibytes(size)}",
-        f"written by DeepSpeed {found.version}, stage {found.stage}, {found.processes}"
-        f" process{'es' * (found.processes != 1)}, {found.dtype}, {lr['optimizer']} after"
-        f" {found.updates} updates",
+        f"{out}: step {found.step} of {found.folder}: {parameters:,} weights with {moments} in"
+        f" float32, {mebibytes(size)}",
+        f"written by DeepSpeed {found.version}: stage {found.stage}, processes {found.processes},"
+        f" {found.dtype}, {lr['optimizer']}, updates {found.updates}",
         "",
         aligned([("not carried over", "how the run goes on"), *_lost(found, model)], indent="  "),
         "",

@@ -15,10 +15,6 @@ from typing import Any
 import deepspeed  # noqa: TID251 (what it saves is read)
 import torch
 import torch.distributed as dist
-from deepspeed.utils import (  # noqa: TID251
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-)
 from transformers import AutoModelForCausalLM
 
 STEPS, MORE, ROWS, LENGTH = 3, 5, 4, 16
@@ -81,9 +77,9 @@ def run(source: Path, out: Path, stage: int, dtype: str, processes: int, rank: i
             engine.optimizer._hp_optimizer_states_linked = False  # its links are of the first step
             engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, p in engine.module.named_parameters():
-            saved["fp32"][name] = safe_get_full_fp32_param(p).clone()
+            saved["fp32"][name] = deepspeed.utils.safe_get_full_fp32_param(p).clone()
             for kind in KINDS:
-                saved[kind][name] = safe_get_full_optimizer_state(p, kind).clone()
+                saved[kind][name] = deepspeed.utils.safe_get_full_optimizer_state(p, kind).clone()
     train(STEPS, STEPS + MORE)
     if rank == 0:
         torch.save({"losses": losses, **saved}, out / "after.pt")

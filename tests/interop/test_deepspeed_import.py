@@ -14,7 +14,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +148,157 @@ def test_a_run_of_deepspeed_goes_on(
     expected = torch.tensor(after["losses"][STEPS:])
     assert (losses - expected).abs().max() <= BOUNDS[dtype]
     assert expected[0] - expected[-1] != 0
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+MODEL_FILE = "mp_rank_00_model_states.pt"
+
+
+def state_of(source: Path) -> dict[str, Any]:
+    """What DeepSpeed saves at stage 0 in float32, after an update by AdamW."""
+    weights = load_weights_from(source).tensors
+    module = {name: weights.read(name) for name in weights.shapes}
+    params = [torch.nn.Parameter(value.clone()) for value in module.values()]
+    optimizer = torch.optim.AdamW(params, lr=RATE)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return {
+        "module": module,
+        "buffer_names": [],
+        "optimizer": optimizer.state_dict(),
+        "param_shapes": None,
+        "lr_scheduler": None,
+        **{"skipped_steps": 0, "global_steps": 1, "global_samples": 4, "dp_world_size": 1},
+        "ds_config": {"gradient_clipping": 1.0},
+        "ds_version": "0.19.8",
+    }
+
+
+def changed(*path: Any, value: Any = None, is_gone: bool = False) -> Callable[[Any], None]:
+    """A change of the state at a path."""
+
+    def change(state: Any) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        if is_gone:
+            del state[path[-1]]
+        else:
+            state[path[-1]] = value
+
+    return change
+
+
+NAN, FEWER = torch.full((8,), float("nan")), torch.zeros(3)
+NORM = "model.norm.weight"
+STATES: dict[str, Callable[[Any], None]] = {
+    **{f"no {key}": changed(key, is_gone=True) for key in ("global_steps", "optimizer", "module")},
+    **{
+        f"{key} is {value!r}": changed(key, value=value)
+        for key in ("global_steps", "skipped_steps", "dp_world_size")
+        for value in (-1, 2**60, "3", None, 1.5, True)
+    },
+    "no weight": changed("module", NORM, is_gone=True),
+    "a weight of another shape": changed("module", NORM, value=FEWER),
+    "a weight that is not finite": changed("module", NORM, value=torch.full((32,), float("nan"))),
+    "a weight that is a number": changed("module", NORM, value=1.0),
+    "a weight of integers": changed("module", NORM, value=torch.zeros(32, dtype=torch.int64)),
+    "a weight in fewer bytes": changed("module", NORM, value=torch.zeros(1).expand(32)),
+    "a moment that is not finite": changed(
+        "optimizer", "state", 0, "exp_avg", value=torch.full((512, 32), float("inf"))
+    ),
+    "a moment of another shape": changed("optimizer", "state", 0, "exp_avg", value=FEWER),
+    "no moment of one": changed("optimizer", "state", 0, "exp_avg", is_gone=True),
+    "a third moment": changed("optimizer", "state", 0, "max_exp_avg_sq", value=FEWER),
+    "another count of updates": changed("optimizer", "state", 0, "step", value=torch.tensor(9.0)),
+    "no moments": changed("optimizer", "state", value={}),
+    "no groups": changed("optimizer", "param_groups", value=[]),
+    "a group of 2 weights": changed("optimizer", "param_groups", 0, "params", value=[0, 1]),
+    "groups that are text": changed("optimizer", "param_groups", value="text"),
+}
+# Names as `module name` of the opcode GLOBAL, each given the argument MARK.
+GLOBALS = (
+    *("os system", "posix system", "subprocess Popen", "subprocess call", "builtins exec"),
+    *("builtins eval", "builtins __import__", "builtins getattr", "builtins open", "shutil rmtree"),
+    *("pickle loads", "runpy run_path", "importlib import_module", "functools partial"),
+    *("torch load", "torch.hub load", "torch.jit load", "numpy load", "ctypes CDLL", "sys exit"),
+    *("deepspeed.runtime.engine DeepSpeedEngine", "deepspeed.utils.logging logger"),
+    *("argparse Namespace", "types FunctionType", "operator attrgetter"),
+    "deepspeed.runtime.zero.config DeepSpeedZeroConfig",
+)
+# What is made of a global and an argument.
+CALLS = {
+    "REDUCE": lambda name, mark: b"c" + name + b"X" + mark + b"\x85R.",
+    "NEWOBJ": lambda name, mark: b"c" + name + b"X" + mark + b"\x85\x81.",
+    "BUILD": lambda name, mark: b"c" + name + b"X" + mark + b"b.",
+    "INST": lambda name, mark: b"(X" + mark + b"i" + name + b".",
+    "OBJ": lambda name, mark: b"(c" + name + b"X" + mark + b"o.",
+}
+
+
+def pickled(call: str, name: str, mark: Path) -> bytes:
+    """A file of torch.save whose pickle would touch `mark`."""
+    text = f"touch {mark}".encode()
+    module, _, last = name.partition(" ")
+    of = CALLS[call](f"{module}\n{last}\n".encode(), len(text).to_bytes(4, "little") + text)
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + of)
+        archive.writestr("archive/version", b"3\n")
+        archive.writestr("archive/byteorder", b"little")
+    return content.getvalue()
+
+
+def flipped(content: bytes, seed: int) -> bytes:
+    """The file with one bit of a record turned, or without its end."""
+    rng = random.Random(seed)
+    if seed % 4 == 0:
+        return content[: rng.randrange(len(content))]
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entry = rng.choice([one for one in archive.infolist() if one.file_size > 8])
+    start = content.index(entry.filename.encode()) + len(entry.filename)
+    extra = int.from_bytes(content[entry.header_offset + 28 : entry.header_offset + 30], "little")
+    place = start + extra + rng.randrange(entry.file_size)
+    return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+
+
+def test_damaged_and_hostile_files_are_refused_and_run_nothing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, mark, out = tmp_path / "global_step1", tmp_path / "ran", tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    file, good = folder / MODEL_FILE, state_of(source)
+    torch.save(good, file)
+    assert import_run(folder, source, out) == 0
+    assert sum(1 for _ in (out / "checkpoints").iterdir()) == 1
+    shutil.rmtree(out)
+    whole = file.read_bytes()
+    contents: dict[str, bytes] = {f"damage {seed}": flipped(whole, seed) for seed in range(40)}
+    names = [(call, name) for name in GLOBALS for call in CALLS]
+    contents |= {f"{call} of {name}": pickled(call, name, mark) for call, name in names}
+    for what, change in STATES.items():
+        torch.save(good, file)
+        state = torch.load(file)
+        change(state)
+        torch.save(state, file)
+        contents[what] = file.read_bytes()
+    assert len(contents) > 200
+    for what, content in contents.items():
+        file.write_bytes(content)
+        capsys.readouterr()
+        assert import_run(folder, source, out) == 4, what
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1, (what, told)
+        assert str(folder) in told, (what, told)
+        assert not mark.exists(), what
+        assert not out.exists(), what
+        assert len(told) < 500, (what, told)
+
+
+def test_a_pickle_that_is_run_would_leave_its_mark(tmp_path: Path):
+    mark = tmp_path / "ran"
+    with zipfile.ZipFile(io.BytesIO(pickled("REDUCE", "os system", mark))) as archive:
+        pickle.loads(archive.read("archive/data.pkl"))
+    assert mark.exists()
