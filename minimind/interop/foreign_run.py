@@ -16,7 +16,7 @@ from minimind.architecture.select import MiniMind, shape_flags
 from minimind.checkpoint.directory import describe_file, step_directory, write_manifest
 from minimind.checkpoint.tensor_files import BUFFERS, Part, write_parts, write_tensors
 from minimind.checkpoint.validation import shard_name
-from minimind.config.optimizers import ADAM, OPTIMIZERS
+from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
 from minimind.config.paths import shell_word
@@ -141,16 +141,16 @@ def _identity(
     run = parse_flags([])
     run = run.with_values(Origin("the checkpoint", Rank.DATA), **shape_flags(config))
     row, group = OPTIMIZERS[found.optimizer], found.numbers
-    params = {**row.fixed, **{key: group[key] for key in ("eps", "momentum") if key in group}}
+    named_params = (*row.fixed, *row.params) if row.keeps_block else ()
     return {
         "batch": {"rows_per_step": max(1, found.rows // max(1, found.step))},
         "lr": {
             "learning_rate": group.get("initial_lr", group.get("lr")),
             "weight_decay": group.get("weight_decay"),
-            "betas": [*group.get("betas", ())],
+            "betas": [*group.get("betas", (run.beta1, run.beta2))],
             "grad_clip": found.grad_clip,
             "optimizer": row.name,
-            "optimizer_params": params if ADAM[1] in found.kinds else {},
+            "optimizer_params": {key: group[key] for key in named_params if key in group},
         },
         "data": {},
         "tokenizer": {"sha256": tokenizer.fingerprint},
@@ -181,16 +181,15 @@ def _summary(
         "",
         "go on with",
     ]
-    flags = {"learning_rate": lr["learning_rate"], "weight_decay": lr["weight_decay"]}
-    flags |= dict(zip(("beta1", "beta2"), lr["betas"], strict=False))
-    flags |= {"grad_clip": lr["grad_clip"]}
-    if found.optimizer != "adamw":
-        flags = {"optimizer": found.optimizer, **flags}
+    flags = {} if found.optimizer == "adamw" else {"optimizer": found.optimizer}
+    flags |= {name: lr[name] for name in ("learning_rate", "weight_decay", "grad_clip")}
+    flags |= dict(zip(("beta1", "beta2"), lr["betas"], strict=True))
+    unknown = UNKNOWN if found.groups and found.optimizer != "muon" else (*UNKNOWN, "lr")
     given = " ".join(f"--{name} {value}" for name, value in flags.items() if value is not None)
     lines += [
         f"  {LAUNCH} --out_dir {place} --init_from {place} --data_path TEXT --max_steps STEPS \\",
         f"    {given} \\",
-        f"    --allow_change {','.join(UNKNOWN)}",
+        f"    --allow_change {','.join(unknown)}",
     ]
     return "\n".join(lines)
 

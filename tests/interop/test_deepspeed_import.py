@@ -28,8 +28,10 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine.optimizers import parameter_groups
 from minimind.engine.plain_backend import PlainBackend
-from minimind.interop.weights import load_weights_from, read_checkpoint_weights
+from minimind.interop.tensor_sources import open_tensors
+from minimind.interop.weights import read_checkpoint_weights
 from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import half_to_interleaved
 from tests.faults import tiny
 from tests.interop.hostile import good_folder
@@ -37,6 +39,7 @@ from tests.interop.hostile import good_folder
 STEPS, RATE, ROWS, LENGTH = 3, 1e-2, 4, 16  # of deepspeed_runs.py, which imports DeepSpeed
 DTYPES = {"f": "float32", "b": "bfloat16"}
 BOUNDS = {"float32": 1e-6, "bfloat16": 2e-2}  # of a loss of 6.4
+MODEL_FILE, NORM = "mp_rank_00_model_states.pt", "model.norm.weight"
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 Written = Callable[[int, tuple[str, ...]], Path]
 
@@ -150,19 +153,88 @@ def test_a_run_of_deepspeed_goes_on(
     assert expected[0] - expected[-1] != 0
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- other models and optimizers ----------------------------------------------------------------
 
-MODEL_FILE = "mp_rank_00_model_states.pt"
+
+def made(folder: Path, source: Path, state: dict[str, Any]) -> Path:
+    """A folder of stage 0 with this state, beside the model's config.json."""
+    folder.mkdir(parents=True)
+    shutil.copy(source / "config.json", folder)
+    torch.save(state, folder / MODEL_FILE)
+    return folder
+
+
+def contents_of(out: Path) -> Contents:
+    (path,) = (out / "checkpoints").iterdir()
+    return Contents(path)
+
+
+def test_our_own_decoder_keeps_its_names_and_its_order(source: Path, tmp_path: Path):
+    ours, model = tmp_path / "ours", MiniMindForCausalLM(MiniMindConfig(**tiny.SHAPE))
+    ours.mkdir()
+    (ours / "config.json").write_text(model.config.to_json_string())
+    weights = dict(model.named_parameters())
+    state = saved_state({f"module.{name}": value.detach() for name, value in weights.items()})
+    assert import_run(made(tmp_path / "step", ours, state), source, tmp_path / "run") == 0
+    contents = contents_of(tmp_path / "run")
+    assert {*contents.shapes} == {*weights}
+    for number, (name, value) in enumerate(weights.items()):
+        assert torch.equal(contents.read("fp32", name), value)
+        moment = state["optimizer"]["state"][number]["exp_avg"]
+        assert torch.equal(contents.read("exp_avg", name), moment)
+
+
+def test_groups_without_names_are_matrices_and_the_rest(source: Path, tmp_path: Path):
+    state = state_of(source)
+    names, optimizer = [*state["module"]], state["optimizer"]
+    order = sorted(range(len(names)), key=lambda n: state["module"][names[n]].ndim < 2)
+    optimizer["state"] = {new: optimizer["state"][old] for new, old in enumerate(order)}
+    count = sum(value.ndim > 1 for value in state["module"].values())
+    (group,) = optimizer["param_groups"]
+    optimizer["param_groups"] = [
+        {**group, "params": [*range(count)], "weight_decay": 0.3},
+        {**group, "params": [*range(count, len(names))], "weight_decay": 0.0},
+    ]
+    place = made(tmp_path / "step", source, state)
+    assert import_run(place, source, tmp_path / "run") == 0
+    contents = contents_of(tmp_path / "run")
+    assert contents.manifest["identity"]["lr"]["weight_decay"] == 0.3
+    moment = optimizer["state"][order.index(names.index(NORM))]["exp_avg"]
+    assert torch.equal(contents.read("exp_avg", NORM), moment)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "name"), [(("exp_avg",), "Lion"), (("momentum_buffer",), "SGD"), (KINDS[1:], "AdamW")]
+)
+def test_the_optimizer_is_told_by_its_state(
+    kinds: tuple[str, ...], name: str, source: Path, tmp_path: Path
+):
+    state = state_of(source)
+    held = state["optimizer"]["state"]
+    for number, one in held.items():
+        held[number] = {kind: one["exp_avg"] for kind in kinds} | {"step": one["step"]}
+    place = made(tmp_path / "step", source, state)
+    assert import_run(place, source, tmp_path / "run") == 0
+    contents = contents_of(tmp_path / "run")
+    assert contents.kinds == ["fp32", *kinds]
+    assert contents.manifest["identity"]["lr"]["optimizer"] == name
+
+
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def state_of(source: Path) -> dict[str, Any]:
+    """`saved_state` of the model in a folder."""
+    weights = open_tensors(source)
+    return saved_state({name: weights.read(name) for name in weights.shapes})
+
+
+def saved_state(module: dict[str, torch.Tensor]) -> dict[str, Any]:
     """What DeepSpeed saves at stage 0 in float32, after an update by AdamW."""
-    weights = load_weights_from(source).tensors
-    module = {name: weights.read(name) for name in weights.shapes}
     params = [torch.nn.Parameter(value.clone()) for value in module.values()]
     optimizer = torch.optim.AdamW(params, lr=RATE)
     for p in params:
-        p.grad = torch.ones_like(p)
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
     optimizer.step()
     return {
         "module": module,
@@ -190,8 +262,7 @@ def changed(*path: Any, value: Any = None, is_gone: bool = False) -> Callable[[A
     return change
 
 
-NAN, FEWER = torch.full((8,), float("nan")), torch.zeros(3)
-NORM = "model.norm.weight"
+FEWER = torch.zeros(3)
 STATES: dict[str, Callable[[Any], None]] = {
     **{f"no {key}": changed(key, is_gone=True) for key in ("global_steps", "optimizer", "module")},
     **{
@@ -266,11 +337,9 @@ def flipped(content: bytes, seed: int) -> bytes:
 def test_damaged_and_hostile_files_are_refused_and_run_nothing(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    folder, mark, out = tmp_path / "global_step1", tmp_path / "ran", tmp_path / "run"
-    folder.mkdir()
-    shutil.copy(source / "config.json", folder)
-    file, good = folder / MODEL_FILE, state_of(source)
-    torch.save(good, file)
+    mark, out, good = tmp_path / "ran", tmp_path / "run", state_of(source)
+    folder = made(tmp_path / "global_step1", source, good)
+    file = folder / MODEL_FILE
     assert import_run(folder, source, out) == 0
     assert sum(1 for _ in (out / "checkpoints").iterdir()) == 1
     shutil.rmtree(out)
