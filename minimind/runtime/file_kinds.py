@@ -256,6 +256,7 @@ IS_GGUF = (
     " directory of safetensors"
 )
 BESIDE = "put its config.json and tokenizer there, and name OUT"
+GO_ON = "go on from it with `minimind import --from deepspeed {above} --out RUN`"
 # What is in a folder -> what this is and the way out, where {found} is the first of its files,
 # {above} the folder of this, and {root} and {tag} are DeepSpeed's.
 FORMS = (
@@ -265,13 +266,13 @@ FORMS = (
     ),
     (
         ("*/*_optim_states.pt", "*_optim_states.pt"),
-        "is a checkpoint of DeepSpeed; write its weights with `python -m"
+        f"is a checkpoint of DeepSpeed; {GO_ON}, or write its weights with `python -m"
         f" deepspeed.utils.zero_to_fp32 {{root}} OUT{{tag}}`, {BESIDE}",
     ),
     (
         ("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt"),
-        "is a checkpoint of DeepSpeed without ZeRO; save what {found} has under 'module' with"
-        " torch.save, and name that file",
+        f"is a checkpoint of DeepSpeed without ZeRO; {GO_ON}, or save what {{found}} has under"
+        " 'module' with torch.save, and name that file",
     ),
     (("zero_to_fp32.py",), "is a checkpoint of DeepSpeed without its files; get it again"),
     (
