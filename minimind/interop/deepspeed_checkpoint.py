@@ -5,6 +5,7 @@
         mp_rank_00_model_states.pt                  counters, shapes in the order of the vectors
         zero_pp_rank_R_mp_rank_00_model_states.pt   the same at stage 3
         [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   flat fp32 weights and moments of rank R
+        zero/NAME/fp32.pt exp_avg.pt exp_avg_sq.pt  in their place after ds_to_universal
 
 Stages 1 and 2 cut one flat vector per group of the optimizer into equal parts; stage 3 cuts each
 weight. At stage 0 the model file has it all, and an optimizer that numbers weights without names.
@@ -31,8 +32,8 @@ from minimind.errors import CheckpointError, RunError
 from minimind.interop.job import REPLACE
 from minimind.interop.tensor_sources import require_stored, unpickled
 from minimind.runtime import disk
-from minimind.runtime.checked_json import MAX_INTEGER, shown
-from minimind.runtime.durable_files import read_small
+from minimind.runtime.checked_json import MAX_INTEGER, PLAIN, shown
+from minimind.runtime.durable_files import read_small, require_regular
 
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_00_model_states\.pt")
@@ -42,6 +43,9 @@ OPTIMIZER_OF = {
     frozenset(ADAM[:1]): "lion",
     frozenset((MOMENTUM,)): "sgd",
 }
+# Numbers of a group of an optimizer, and of a dynamic loss scaler.
+NUMBERS = ("lr", "initial_lr", "weight_decay", "eps", "momentum")
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -73,22 +77,22 @@ class ForeignCheckpoint:
 
     folder: Path
     file: Path  # of the model, which errors name
-    step: int
-    skipped: int
-    rows: int  # that all steps read
-    config: Mapping[str, Any]  # of DeepSpeed
-    version: str
-    stage: int
-    processes: int
+    software: str  # with its version
+    step: int = 0
+    skipped: int = 0
+    rows: int = 0  # that all steps read
+    config: Mapping[str, Any] = field(default_factory=dict)  # of DeepSpeed
+    stage: int = 0
+    processes: int = 1
+    unknown: tuple[str, ...] = ()  # groups of settings that the software does not save
     groups: Sequence[Mapping[str, Any]] = ()  # of the optimizer: its numbers
     members: Sequence[Sequence[str]] = ()  # the weights of each group
     shapes: dict[str, list[int]] = field(default_factory=dict)
     # By kind and weight, the views that follow one another in it.
     pieces: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
     updates: int | None = None  # that the optimizer counts
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    scheduler: Mapping[str, Any] | None = None
-    scaler: Mapping[str, Any] = field(default_factory=dict)
+    scheduler_step: int | None = None  # of a scheduler of DeepSpeed's
+    scaler: dict[str, float] = field(default_factory=dict)  # counters of the loss scaler
 
     @property
     def kinds(self) -> list[str]:
@@ -119,8 +123,10 @@ class ForeignCheckpoint:
     def dtype(self) -> str:
         """Name of the dtype of the weights in training."""
         blocks = ((self.config.get(key), name) for key, name in DTYPES.items())
-        is_on = (name for block, name in blocks if isinstance(block, Mapping) and block["enabled"])
-        return next(is_on, "float32")
+        on = (
+            n for block, n in blocks if isinstance(block, Mapping) and block.get("enabled") is True
+        )
+        return next(on, "float32")
 
     @property
     def decayed_otherwise(self) -> int:
@@ -136,7 +142,7 @@ class ForeignCheckpoint:
     def grad_clip(self) -> float:
         """The norm to which gradients are clipped; 0: they are not."""
         norm: Any = self.config.get("gradient_clipping")
-        return float(norm) if type(norm) in (int, float) else 0.0
+        return float(norm) if _is_number(norm) else 0.0
 
     @property
     def untrained(self) -> list[str]:
@@ -165,11 +171,12 @@ class ForeignCheckpoint:
 
 def step_folder(place: Path) -> Path:
     """The folder of one step at `place`, or of the newest below it; CheckpointError if none."""
-    latest = place / "latest"
-    if not any(map(MODEL.fullmatch, _names(place))) and disk.is_file(latest):
+    tags = (place / name for name in ("latest", "latest_universal"))
+    latest = next(filter(disk.is_file, tags), None)
+    if latest and not any(map(MODEL.fullmatch, _names(place))):
         with readable(latest, REPLACE):
             tag = read_small(latest).decode(errors="replace").strip()
-        if not re.fullmatch(r"[\w.-]{1,200}", tag) or not disk.is_dir(place / tag):
+        if not re.fullmatch(r"\w[\w.-]{,200}", tag) or not disk.is_dir(place / tag):
             raise CheckpointError(f"{latest}: names {shown(tag)}, which is not there; {REPLACE}")
         return place / tag
     return place
@@ -197,27 +204,30 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     states = [_load(folder / name) for name in (models if optimizers else models[:1])]
     file, state = folder / models[0], states[0]
     with _as_laid_out(file):
-        config = state["ds_config"]
         found = ForeignCheckpoint(
             folder,
             file,
+            f"DeepSpeed {PLAIN.fullmatch(state['ds_version'])[0]}",
             step=_count(state["global_steps"]),
             skipped=_count(state["skipped_steps"]),
             rows=_count(state["global_samples"]),
-            config=config if isinstance(config, Mapping) else {},
-            version=str(state["ds_version"]),
-            stage=0,
+            config=state["ds_config"] if isinstance(state["ds_config"], Mapping) else {},
             processes=_count(state["dp_world_size"]),
         )
-        found.scheduler = state.get("lr_scheduler")
-        module = state.get("module") or {}
-        found.buffers = {name: module[name] for name in state["buffer_names"] if name in module}
+        schedule = state.get("lr_scheduler")
+        if isinstance(schedule, Mapping) and "last_batch_iteration" in schedule:
+            found.scheduler_step = _count(1 + schedule["last_batch_iteration"]) - 1
     zero = [_load(folder / name) for name in optimizers]
     with _as_laid_out(folder):
-        if zero:
+        if not zero and disk.is_dir(folder / "zero"):
+            _read_universal(found, state["param_shapes"])
+        elif zero:
             _read_zero(found, states, [one["optimizer_state_dict"] for one in zero])
         else:
-            _read_replicated(found, module, state["optimizer"])
+            buffers = {*state["buffer_names"]}
+            module = {n: value for n, value in state["module"].items() if n not in buffers}
+            read_replicated(found, module, state["optimizer"])
+        found.groups = [*map(_numbers, found.groups)]
         for kind, pieces in found.pieces.items():
             for name, views in pieces.items():
                 for view in views:
@@ -250,12 +260,16 @@ def _by_rank(pattern: re.Pattern[str], names: list[str]) -> list[str]:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    with readable(file, REPLACE):
-        _require_intact(file)
-    state = unpickled(file, RECORDS)
-    if type(state) is not dict:
+    if type(state := _load_any(file)) is not dict:
         raise CheckpointError(f"{file}: holds {type(state).__name__}, no state; {REPLACE}")
     return state
+
+
+def _load_any(file: Path) -> Any:
+    with readable(file, REPLACE):
+        require_regular(file)
+        _require_intact(file)
+    return unpickled(file, RECORDS)
 
 
 def _require_intact(file: Path) -> None:
@@ -275,6 +289,29 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
         raise ValueError(f"{shown(value)} is no count")
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_INTEGER
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is used of a group of an optimizer; ValueError for what is no number."""
+    kept: dict[str, Any] = {key: group[key] for key in NUMBERS if key in group}
+    betas = [*group["betas"]] if "betas" in group else []
+    if bad := [one for one in (*kept.values(), *betas) if not _is_number(one)]:
+        raise ValueError(f"{shown(bad[0])} is no number of an optimizer")
+    if len(betas) not in (0, 2):
+        raise ValueError(f"{shown(betas)} are no two betas")
+    kept |= {"betas": betas} if betas else {}
+    return {**kept, "use_muon": group.get("use_muon") is True}
+
+
+def _scaler(state: Any) -> dict[str, float]:
+    """The counters of a loss scaler that grows and shrinks; empty if one is missing."""
+    held = state if isinstance(state, Mapping) else {}
+    found = {name: held[name] for name in SCALER if _is_number(held.get(name))}
+    return found if len(found) == len(SCALER) else {}
 
 
 def _read_zero(
@@ -298,9 +335,9 @@ def _read_zero(
         found.groups = bases[0]["param_groups"]
         order = [number for group in found.groups for number in group["params"]]
         flats = [[base["state"].get(number, {}) for number in order] for base in bases]
-        found.members = [[n for one in g["params"] for n in shapes[one]] for g in found.groups]
-    found.stage = 3 if is_sharded else getattr(first.get("zero_stage"), "args", (1,))[0]
-    found.scaler = getattr(first.get("loss_scaler"), "state", None) or {}
+        found.members = _members(found.groups, shapes)
+    found.stage = 3 if is_sharded else _stage(first)
+    found.scaler = _scaler(getattr(first.get("loss_scaler"), "state", None))
     _read_updates(found, flats)
     vectors = {MASTER: [one[masters] for one in parts]}
     kinds = _kinds(state for rank in flats for state in rank)
@@ -323,6 +360,42 @@ def _read_zero(
         found.shapes[name] = [*shape]
         held = [one["frozen_param_fragments"][name].view(-1) for one in states]
         found.pieces[MASTER][name] = [*_cut(held, 0, math.prod(shape))]
+
+
+def _stage(state: Mapping[str, Any]) -> int:
+    """The stage by DeepSpeed's enumeration; its optimizer of stage 1 in bf16 does not say it."""
+    return getattr(state.get("zero_stage"), "args", (1,))[0]
+
+
+def _members(
+    groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
+    """The weights of each group, whose `params` number vectors that hold several."""
+    return [[name for one in group["params"] for name in shapes[one]] for group in groups]
+
+
+def _read_universal(
+    found: ForeignCheckpoint, shapes: Sequence[Mapping[str, Sequence[int]]]
+) -> None:
+    """A folder of DeepSpeed's ds_to_universal, which has a file of each weight and kind."""
+    zero = found.folder / "zero"
+    common = _load(zero / "optimizer_state.pt")
+    found.stage, found.groups = _stage(common), common["param_groups"]
+    found.members = _members(found.groups, shapes)
+    found.shapes = {name: [*shape] for group in shapes for name, shape in group.items()}
+    found.pieces = {kind: {} for kind in (MASTER, *ADAM)}
+    base = common.get("optimizer_state_dict") or {"state": {}}  # of stage 3
+    states = [*base["state"].values()]
+    for name in found.shapes:
+        if not re.fullmatch(r"\w[\w.-]{0,300}", name):
+            raise CheckpointError(f"has a weight {shown(name)}, which names no folder")
+        for kind in found.pieces:
+            value = _load_any(zero / name / f"{kind}.pt")
+            value = value["param"] if isinstance(value, Mapping) else value
+            found.pieces[kind][name] = [value.view(-1)]
+        if disk.exists(step := zero / name / "step.pt"):
+            states.append({"step": _load_any(step)})
+    _read_updates(found, [states])
 
 
 def _in_turn(
@@ -357,17 +430,16 @@ def _cut(vector: Sequence[Tensor], start: int, length: int) -> Iterator[Tensor]:
         at += part.numel()
 
 
-def _read_replicated(
+def read_replicated(
     found: ForeignCheckpoint, module: Mapping[str, Tensor], state: Mapping[str, Any]
 ) -> None:
     """Stage 0: the optimizer of torch, or DeepSpeed's wrapper of one with fp32 copies."""
     base = state.get("optimizer_state_dict", state)
     found.groups, moments = base["param_groups"], base["state"]
-    found.scaler = {key: value for key, value in state.items() if key.startswith(("cur_", "last_"))}
+    found.scaler = _scaler(state)
     seen: dict[int, str] = {}  # a tied weight stands there under each of its names
     for name, value in module.items():
-        if name not in found.buffers:
-            seen.setdefault(value.data_ptr(), name)
+        seen.setdefault(value.data_ptr(), name)
     found.shapes = {name: [*module[name].shape] for name in seen.values()}
     _read_updates(found, [[*moments.values()]])
     numbers = [group["params"] for group in found.groups]

@@ -36,8 +36,6 @@ from minimind.runtime.output_folder import NewFolder
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import named
 
-# Counters of DeepSpeed's loss scaler that checkpoints have.
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # Groups of settings that no such checkpoint has.
 UNKNOWN = ("batch", "data", "schedule", "seed")
 
@@ -55,9 +53,8 @@ def model_of_run(
     path = next((one for one in folders if disk.exists(one / CONFIG)), found.file)
     models = {}
     for kind in (MASTER, *found.kinds):
-        shapes = {name: shape for name, shape in found.shapes.items()}
-        dtypes = dict.fromkeys(shapes, torch.float32)
-        source = TensorSource(path, shapes, dtypes, partial(found.read, kind))
+        dtypes = dict.fromkeys(found.shapes, torch.float32)
+        source = TensorSource(path, found.shapes, dtypes, partial(found.read, kind))
         models[kind] = weights_of(path, of_model(source), flags)
     check_flags(path, models[MASTER].config, flags)
     return models
@@ -78,20 +75,17 @@ def import_run(
         **{"world_size": 1, "zero_stage": None, "dtype": found.dtype},
         **{"rows": rows, "mixture": None},
         "order": {"step": 0, "rows": 0, "epoch": 0, "offset": 0},
-        "init_from": {"place": named(str(found.folder)), "kind": "deepspeed"},
-        "versions": {"deepspeed": found.version},
+        "init_from": {"place": named(str(found.folder)), "kind": found.software},
         **{"step": found.step, "tokens": 0},
     }
-    scaler = {name: found.scaler[name] for name in SCALER if name in found.scaler}
-    iteration = (found.scheduler or {}).get("last_batch_iteration")
     state = {
         "parameters": {name: model.tensors.shapes[name] for name in _weights(model)},
         "optimizer_step": found.updates,
         "counters": {
             "global_steps": found.step,
             "skipped_steps": found.skipped,
-            "loss_scaler": scaler if len(scaler) == len(SCALER) else {},
-            "scheduler_iteration": iteration if type(iteration) is int else None,
+            "loss_scaler": found.scaler,
+            "scheduler_iteration": found.scheduler_step,
             "muon_stack": None,
         },
     }
@@ -101,8 +95,7 @@ def import_run(
         folder = step_directory(draft / "checkpoints", found.step)
         folder.mkdir(parents=True)
         entries = [write_parts(folder / shard_name(0, 1), parts)]
-        buffers = {n: model.tensors.read(n) for n in model.tensors.shapes if n in found.buffers}
-        write_tensors(folder / BUFFERS, buffers)
+        write_tensors(folder / BUFFERS, {})  # the decoder computes its own
         texts = {
             "state.json": json.dumps(state, indent=2).encode(),
             CONFIG: model.config.to_json_string().encode(),
@@ -174,8 +167,8 @@ def _summary(
     lines = [
         f"{out}: step {found.step} of {found.folder}: {parameters:,} weights with {moments} in"
         f" float32, {mebibytes(size)}",
-        f"written by DeepSpeed {found.version}: stage {found.stage}, processes {found.processes},"
-        f" {found.dtype}, {lr['optimizer']}, updates {found.updates}",
+        f"written by {found.software}: {lr['optimizer']}, updates {found.updates}, stage"
+        f" {found.stage}, processes {found.processes}, {found.dtype}",
         "",
         aligned([("not carried over", "how the run goes on"), *_lost(found, model)], indent="  "),
         "",
@@ -184,7 +177,8 @@ def _summary(
     flags = {} if found.optimizer == "adamw" else {"optimizer": found.optimizer}
     flags |= {name: lr[name] for name in ("learning_rate", "weight_decay", "grad_clip")}
     flags |= dict(zip(("beta1", "beta2"), lr["betas"], strict=True))
-    unknown = UNKNOWN if found.groups and found.optimizer != "muon" else (*UNKNOWN, "lr")
+    more = () if found.groups and found.optimizer != "muon" else ("lr",)
+    unknown = (*UNKNOWN, *dict.fromkeys((*more, *found.unknown)))
     given = " ".join(f"--{name} {value}" for name, value in flags.items() if value is not None)
     lines += [
         f"  {LAUNCH} --out_dir {place} --init_from {place} --data_path TEXT --max_steps STEPS \\",
