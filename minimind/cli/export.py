@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from minimind.cli.command import Output, argument, non_empty, size_in_bytes
 from minimind.cli.model import OfWeights
 from minimind.config.names import no_run, not_there
-from minimind.errors import CheckpointError
+from minimind.errors import CheckpointError, UsageError
 from minimind.interop.formats import ORIGINS, RUNS, WRITTEN
 
 if TYPE_CHECKING:
@@ -77,11 +77,12 @@ class Import(Output):
     source: Path = argument(metavar="FILE|DIR", is_positional=True)
     """a file of weights, or a directory"""
     kind: str = argument(choices=(*ORIGINS, *RUNS), options=("--from",))
-    """format of the source; deepspeed: a training checkpoint, of which --out becomes a run"""
+    """format of the source; deepspeed, and minimind-resume (MiniMind's *_resume.pth): a training
+    checkpoint, of which --out becomes a run"""
     tokenizer: Path | None = argument(None)
     """tokenizer file or directory (default: the one in DIR)"""
-    model_config: Path | None = argument(None, needs="kind=deepspeed", metavar="FILE|DIR")
-    """config.json of the model (default: the one in DIR, or above it)"""
+    model_config: Path | None = argument(None, metavar="FILE|DIR")
+    """config.json of the model of a training checkpoint (default: the one there, or above it)"""
     n_heads: int | None = argument(None, ge=1)
     """for a file without config.json: query heads"""
     n_kv_heads: int | None = argument(None, ge=1)
@@ -122,11 +123,16 @@ class Import(Output):
         from minimind.engine.state import MASTER
         from minimind.interop.deepspeed_checkpoint import read_deepspeed, step_folder
         from minimind.interop.foreign_run import import_run, model_of_run
+        from minimind.interop.minimind_resume import read_minimind_resume
         from minimind.runtime.output_folder import NewFolder
 
-        out = NewFolder(self.out, self.force, (), "import", lambda folder: False)
+        if self.force:
+            raise UsageError("--force replaces no run; drop it, and give a new --out")
+        out = NewFolder(self.out, False, (), "import", lambda folder: False)
         out.require_free()
-        found = read_deepspeed(step_folder(self.source))
+        is_deepspeed = self.kind == "deepspeed"
+        source = step_folder(self.source) if is_deepspeed else self.source
+        found = (read_deepspeed if is_deepspeed else read_minimind_resume)(source)
         models = model_of_run(found, self.model_config, flags)
         weights = models[MASTER]
         if self.tokenizer:

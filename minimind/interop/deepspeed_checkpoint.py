@@ -28,7 +28,7 @@ from torch import Tensor
 from minimind.checkpoint.tensor_files import readable
 from minimind.config.optimizers import ADAM, MOMENTUM
 from minimind.engine.state import MASTER
-from minimind.errors import CheckpointError, RunError
+from minimind.errors import CheckpointError
 from minimind.interop.job import REPLACE
 from minimind.interop.tensor_sources import require_stored, unpickled
 from minimind.runtime import disk
@@ -85,12 +85,14 @@ class ForeignCheckpoint:
     stage: int = 0
     processes: int = 1
     unknown: tuple[str, ...] = ()  # groups of settings that the software does not save
+    is_half: bool = False  # the file has no float32 weights
     groups: Sequence[Mapping[str, Any]] = ()  # of the optimizer: its numbers
     members: Sequence[Sequence[str]] = ()  # the weights of each group
     shapes: dict[str, list[int]] = field(default_factory=dict)
     # By kind and weight, the views that follow one another in it.
     pieces: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
     updates: int | None = None  # that the optimizer counts
+    has_schedule: bool = False  # the rate of a group is then not the peak
     scheduler_step: int | None = None  # of a scheduler of DeepSpeed's
     scaler: dict[str, float] = field(default_factory=dict)  # counters of the loss scaler
 
@@ -127,6 +129,18 @@ class ForeignCheckpoint:
             n for block, n in blocks if isinstance(block, Mapping) and block.get("enabled") is True
         )
         return next(on, "float32")
+
+    @property
+    def peak(self) -> float | None:
+        """The learning rate before any schedule; None if no file has it."""
+        rates = [self.numbers.get("initial_lr")]
+        if self.has_schedule:
+            block: Any = self.config.get("optimizer")
+            params = block.get("params") if isinstance(block, Mapping) else None
+            rates.append(params.get("lr") if isinstance(params, Mapping) else None)
+        else:
+            rates.append(self.numbers.get("lr"))
+        return next(filter(_is_number, rates), None)
 
     @property
     def decayed_otherwise(self) -> int:
@@ -203,22 +217,23 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
         )
     states = [_load(folder / name) for name in (models if optimizers else models[:1])]
     file, state = folder / models[0], states[0]
-    with _as_laid_out(file):
+    with as_laid_out(file):
         found = ForeignCheckpoint(
             folder,
             file,
             f"DeepSpeed {PLAIN.fullmatch(state['ds_version'])[0]}",
-            step=_count(state["global_steps"]),
-            skipped=_count(state["skipped_steps"]),
-            rows=_count(state["global_samples"]),
+            step=count(state["global_steps"]),
+            skipped=count(state["skipped_steps"]),
+            rows=count(state["global_samples"]),
             config=state["ds_config"] if isinstance(state["ds_config"], Mapping) else {},
-            processes=_count(state["dp_world_size"]),
+            processes=count(state["dp_world_size"]),
         )
         schedule = state.get("lr_scheduler")
+        found.has_schedule = schedule is not None
         if isinstance(schedule, Mapping) and "last_batch_iteration" in schedule:
-            found.scheduler_step = _count(1 + schedule["last_batch_iteration"]) - 1
+            found.scheduler_step = count(1 + schedule["last_batch_iteration"]) - 1
     zero = [_load(folder / name) for name in optimizers]
-    with _as_laid_out(folder):
+    with as_laid_out(folder):
         if not zero and disk.is_dir(folder / "zero"):
             _read_universal(found, state["param_shapes"])
         elif zero:
@@ -227,31 +242,31 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
             buffers = {*state["buffer_names"]}
             module = {n: value for n, value in state["module"].items() if n not in buffers}
             read_replicated(found, module, state["optimizer"])
-        found.groups = [*map(_numbers, found.groups)]
-        for kind, pieces in found.pieces.items():
-            for name, views in pieces.items():
-                for view in views:
-                    require_stored(f"{kind} of {name}", view)
-                have, need = sum(view.numel() for view in views), math.prod(found.shapes[name])
-                if have != need or not all(view.is_floating_point() for view in views):
-                    raise CheckpointError(
-                        f"has {have} of {need} numbers of {kind} of {shown(name)}"
-                    )
+        found.groups = normalized(found.groups)
+        require_complete(found)
     return found
 
 
+def require_complete(found: ForeignCheckpoint) -> None:
+    """Raise CheckpointError, without the path, unless all numbers of each weight are there."""
+    for kind, pieces in found.pieces.items():
+        for name, views in pieces.items():
+            for view in views:
+                require_stored(f"{kind} of {name}", view)
+            have, need = sum(view.numel() for view in views), math.prod(found.shapes[name])
+            if have != need or not all(view.is_floating_point() for view in views):
+                raise CheckpointError(f"has {have} of {need} numbers of {kind} of {shown(name)}")
+
+
 @contextmanager
-def _as_laid_out(path: Path) -> Iterator[None]:
+def as_laid_out(path: Path) -> Iterator[None]:
     """Convert what values of another type raise in the block to a CheckpointError."""
     with readable(path, REPLACE):
         try:
             yield
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            if isinstance(error, RunError):
-                raise
-            raise CheckpointError(
-                f"is not laid out as DeepSpeed's ({type(error).__name__}: {shown(str(error))})"
-            ) from error
+            what = f"{type(error).__name__}: {shown(str(error))}"
+            raise CheckpointError(f"has another layout than is known here ({what})") from error
 
 
 def _by_rank(pattern: re.Pattern[str], names: list[str]) -> list[str]:
@@ -260,12 +275,13 @@ def _by_rank(pattern: re.Pattern[str], names: list[str]) -> list[str]:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    if type(state := _load_any(file)) is not dict:
+    if type(state := load_pickle(file)) is not dict:
         raise CheckpointError(f"{file}: holds {type(state).__name__}, no state; {REPLACE}")
     return state
 
 
-def _load_any(file: Path) -> Any:
+def load_pickle(file: Path) -> Any:
+    """What is in a file of torch.save; raise CheckpointError unless each record is whole."""
     with readable(file, REPLACE):
         require_regular(file)
         _require_intact(file)
@@ -285,7 +301,8 @@ def _require_intact(file: Path) -> None:
         raise CheckpointError(f"is damaged ({shown(damaged)} does not match its checksum)")
 
 
-def _count(value: Any) -> int:
+def count(value: Any) -> int:
+    """The value, if it is a number of things; else ValueError."""
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
         raise ValueError(f"{shown(value)} is no count")
     return value
@@ -295,8 +312,12 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= MAX_INTEGER
 
 
+def normalized(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What is used of the groups of an optimizer; ValueError for what is no number."""
+    return [*map(_numbers, groups)]
+
+
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What is used of a group of an optimizer; ValueError for what is no number."""
     kept: dict[str, Any] = {key: group[key] for key in NUMBERS if key in group}
     betas = [*group["betas"]] if "betas" in group else []
     if bad := [one for one in (*kept.values(), *betas) if not _is_number(one)]:
@@ -390,11 +411,11 @@ def _read_universal(
         if not re.fullmatch(r"\w[\w.-]{0,300}", name):
             raise CheckpointError(f"has a weight {shown(name)}, which names no folder")
         for kind in found.pieces:
-            value = _load_any(zero / name / f"{kind}.pt")
+            value = load_pickle(zero / name / f"{kind}.pt")
             value = value["param"] if isinstance(value, Mapping) else value
             found.pieces[kind][name] = [value.view(-1)]
         if disk.exists(step := zero / name / "step.pt"):
-            states.append({"step": _load_any(step)})
+            states.append({"step": load_pickle(step)})
     _read_updates(found, [states])
 
 
@@ -433,7 +454,10 @@ def _cut(vector: Sequence[Tensor], start: int, length: int) -> Iterator[Tensor]:
 def read_replicated(
     found: ForeignCheckpoint, module: Mapping[str, Tensor], state: Mapping[str, Any]
 ) -> None:
-    """Stage 0: the optimizer of torch, or DeepSpeed's wrapper of one with fp32 copies."""
+    """Stage 0: the optimizer of torch, or DeepSpeed's wrapper of one with fp32 copies.
+
+    `module` has the weights by name.
+    """
     base = state.get("optimizer_state_dict", state)
     found.groups, moments = base["param_groups"], base["state"]
     found.scaler = _scaler(state)
@@ -517,4 +541,4 @@ def _read_updates(
             f"counts {min(counts)} updates of one weight and {max(counts)} of another"
         )
     has_state = any(one for rank in of_ranks for one in rank)
-    found.updates = _count(counts.pop()) if counts else 0 if has_state else None
+    found.updates = count(counts.pop()) if counts else 0 if has_state else None

@@ -138,7 +138,7 @@ def _identity(
     return {
         "batch": {"rows_per_step": max(1, found.rows // max(1, found.step))},
         "lr": {
-            "learning_rate": group.get("initial_lr", group.get("lr")),
+            "learning_rate": found.peak,
             "weight_decay": group.get("weight_decay"),
             "betas": [*group.get("betas", (run.beta1, run.beta2))],
             "grad_clip": found.grad_clip,
@@ -177,7 +177,8 @@ def _summary(
     flags = {} if found.optimizer == "adamw" else {"optimizer": found.optimizer}
     flags |= {name: lr[name] for name in ("learning_rate", "weight_decay", "grad_clip")}
     flags |= dict(zip(("beta1", "beta2"), lr["betas"], strict=True))
-    more = () if found.groups and found.optimizer != "muon" else ("lr",)
+    is_known = lr["learning_rate"] is not None and found.optimizer != "muon"
+    more = () if is_known else ("lr",)
     unknown = (*UNKNOWN, *dict.fromkeys((*more, *found.unknown)))
     given = " ".join(f"--{name} {value}" for name, value in flags.items() if value is not None)
     lines += [
@@ -196,7 +197,12 @@ def _lost(found: ForeignCheckpoint, model: Weights) -> Iterator[tuple[str, str]]
     yield "tokens read", f"counted from 0 at step {found.step}"
     rate = f", {group['lr']:g} at step {found.step}" if "lr" in group else ""
     yield ("schedule", f"--schedule, --warmup_steps, --max_steps, all counted from step 0{rate}")
-    yield "rows per step", f"{found.rows / max(1, found.step):g} until now: {batch}"
+    rows = f"{found.rows / max(1, found.step):g} until now: " if found.rows else ""
+    yield "rows per step", f"{rows}{batch}"
+    if found.is_half:
+        yield "weights in float32", "begin at those of the file, which has them in float16"
+    if "dtype" in found.unknown:
+        yield "dtype", "--dtype; MiniMind's has float32 weights and low-precision products"
     if (eps := group.get("eps", 1e-8)) != 1e-8 and found.optimizer == "adamw":
         yield f"eps {eps:g}", "1e-08, or an optimizer block of a DeepSpeed file (--allow_change lr)"
     if others := found.decayed_otherwise:

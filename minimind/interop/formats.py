@@ -375,5 +375,5 @@ FORMATS: dict[str, Format] = {
 }
 ORIGINS = {origin: form for form in FORMATS.values() for origin in form.origins}
 # Values of `minimind import --from` of whole runs: their optimizer and step are read too.
-RUNS = ("deepspeed",)
+RUNS = ("deepspeed", "minimind-resume")
 WRITTEN = {name: form.help for name, form in FORMATS.items() if form.help}

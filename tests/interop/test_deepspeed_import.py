@@ -287,6 +287,32 @@ def test_the_optimizer_is_told_by_its_state(
     assert contents.manifest["identity"]["lr"]["optimizer"] == name
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_resume_file_of_minimind_goes_on(is_tied: bool, source: Path, tmp_path: Path):
+    """As its `lm_checkpoint` writes one: float16 copies, a tied head too, and one group."""
+    state, config = state_of(source), json.loads((source / "config.json").read_text())
+    if not is_tied:
+        head = state["module"]["model.embed_tokens.weight"].flip(0)
+        state = saved_state({**state["module"], "lm_head.weight": head})
+    half = {name: value.half() for name, value in state["module"].items()}
+    if is_tied:
+        half["lm_head.weight"] = half["model.embed_tokens.weight"].clone()
+    config_file = tmp_path / "model" / "config.json"
+    config_file.parent.mkdir()
+    config_file.write_text(json.dumps({**config, "tie_word_embeddings": is_tied}))
+    saved = {"model": half, "optimizer": state["optimizer"], "epoch": 0, "step": 16}
+    file, out = tmp_path / "pretrain_512_resume.pth", tmp_path / "run"
+    torch.save({**saved, "world_size": 1, "wandb_id": None, "scaler": {}}, file)
+    words = ["import", "--from", "minimind-resume", file, "--out", out, "--tokenizer", source]
+    assert main([*map(str, words), "--model_config", str(config_file)]) == 0
+    contents = contents_of(out)
+    assert (contents.manifest["step"], contents.state["optimizer_step"]) == (1, 1)
+    assert torch.equal(contents.read("fp32", NORM), half[NORM].float())
+    number = [*half].index(NORM)
+    moment = state["optimizer"]["state"][number]["exp_avg_sq"]
+    assert torch.equal(contents.read("exp_avg_sq", NORM), moment)
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
