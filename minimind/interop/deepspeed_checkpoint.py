@@ -218,10 +218,13 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     states = [_load(folder / name) for name in (models if optimizers else models[:1])]
     file, state = folder / models[0], states[0]
     with as_laid_out(file):
+        version = state["ds_version"]
+        if not PLAIN.fullmatch(version):
+            raise ValueError(f"{shown(version)} is no version")
         found = ForeignCheckpoint(
             folder,
             file,
-            f"DeepSpeed {PLAIN.fullmatch(state['ds_version'])[0]}",
+            f"DeepSpeed {version}",
             step=count(state["global_steps"]),
             skipped=count(state["skipped_steps"]),
             rows=count(state["global_samples"]),

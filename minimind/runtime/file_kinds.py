@@ -262,7 +262,8 @@ GO_ON = "go on from it with `minimind import --from deepspeed {above} --out RUN`
 FORMS = (
     (
         ("latest_universal", "*_universal/zero", "zero/*/fp32.pt"),
-        "is a universal checkpoint of DeepSpeed; name the one that it was made from",
+        "is a universal checkpoint of DeepSpeed; go on from it with `minimind import --from"
+        " deepspeed`",
     ),
     (
         ("*/*_optim_states.pt", "*_optim_states.pt"),

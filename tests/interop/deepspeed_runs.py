@@ -77,9 +77,11 @@ def run(source: Path, out: Path, stage: int, dtype: str, processes: int, rank: i
             engine.optimizer._hp_optimizer_states_linked = False  # its links are of the first step
             engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, p in engine.module.named_parameters():
-            saved["fp32"][name] = deepspeed.utils.safe_get_full_fp32_param(p).clone()
+            whole: Any = deepspeed.utils.safe_get_full_fp32_param(p)
+            saved["fp32"][name] = whole.clone()
             for kind in KINDS:
-                saved[kind][name] = deepspeed.utils.safe_get_full_optimizer_state(p, kind).clone()
+                moment: Any = deepspeed.utils.safe_get_full_optimizer_state(p, kind)
+                saved[kind][name] = moment.clone()
     train(STEPS, STEPS + MORE)
     if rank == 0:
         torch.save({"losses": losses, **saved}, out / "after.pt")
