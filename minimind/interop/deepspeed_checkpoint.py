@@ -117,8 +117,8 @@ class ForeignCheckpoint:
 
     @property
     def numbers(self) -> Mapping[str, Any]:
-        """The numbers of the group of the optimizer that decays most."""
-        groups: Iterable[Mapping[str, Any]] = self.groups
+        """The numbers of the group of the optimizer that decays most, and is not Muon's."""
+        groups = [one for one in self.groups if not one.get("use_muon")]
         return max(groups, key=lambda group: group.get("weight_decay") or 0, default={})
 
     @property
@@ -153,8 +153,10 @@ class ForeignCheckpoint:
         return count if decay else 0
 
     @property
-    def grad_clip(self) -> float:
-        """The norm to which gradients are clipped; 0: they are not."""
+    def grad_clip(self) -> float | None:
+        """The norm to which gradients are clipped; 0: they are not, None: no file says it."""
+        if "lr" in self.unknown:
+            return None
         norm: Any = self.config.get("gradient_clipping")
         return float(norm) if _is_number(norm) else 0.0
 

@@ -164,21 +164,26 @@ def _summary(
     parameters = sum(math.prod(model.tensors.shapes[name]) for name in _weights(model))
     moments = " and ".join(found.kinds) or "no moments"
     lr, place = identity["lr"], shell_word(str(out))
+    by = [lr["optimizer"], f"updates {found.updates}"]
+    if not found.unknown:
+        by += [f"stage {found.stage}", f"processes {found.processes}", found.dtype]
     lines = [
         f"{out}: step {found.step} of {found.folder}: {parameters:,} weights with {moments} in"
         f" float32, {mebibytes(size)}",
-        f"written by {found.software}: {lr['optimizer']}, updates {found.updates}, stage"
-        f" {found.stage}, processes {found.processes}, {found.dtype}",
+        f"written by {found.software}: {', '.join(by)}",
         "",
-        aligned([("not carried over", "how the run goes on"), *_lost(found, model)], indent="  "),
+        aligned([("not carried over", "how the run goes on"), *_lost(found)], indent="  "),
         "",
         "go on with",
     ]
     flags = {} if found.optimizer == "adamw" else {"optimizer": found.optimizer}
     flags |= {name: lr[name] for name in ("learning_rate", "weight_decay", "grad_clip")}
     flags |= dict(zip(("beta1", "beta2"), lr["betas"], strict=True))
-    is_known = lr["learning_rate"] is not None and found.optimizer != "muon"
-    more = () if is_known else ("lr",)
+    of_muon = next((group for group in found.groups if group["use_muon"]), None)
+    if of_muon:
+        rate = of_muon.get("initial_lr", of_muon.get("lr"))
+        flags |= {"muon_lr": rate, "muon_momentum": of_muon.get("momentum")}
+    more = ("lr",) if of_muon or lr["learning_rate"] is None else ()
     unknown = (*UNKNOWN, *dict.fromkeys((*more, *found.unknown)))
     given = " ".join(f"--{name} {value}" for name, value in flags.items() if value is not None)
     lines += [
@@ -189,14 +194,14 @@ def _summary(
     return "\n".join(lines)
 
 
-def _lost(found: ForeignCheckpoint, model: Weights) -> Iterator[tuple[str, str]]:
+def _lost(found: ForeignCheckpoint) -> Iterator[tuple[str, str]]:
     """What a checkpoint of other software has not, or has and a run of ours does not take."""
     group, batch = found.numbers, "--batch_size x --accumulation_steps x processes"
     yield "order of the data", "reads --data_path from its first row, in the order of --seed"
     yield "random state", "--seed"
     yield "tokens read", f"counted from 0 at step {found.step}"
     rate = f", {group['lr']:g} at step {found.step}" if "lr" in group else ""
-    yield ("schedule", f"--schedule, --warmup_steps, --max_steps, all counted from step 0{rate}")
+    yield "schedule", f"--schedule, --warmup_steps, --max_steps, all counted from step 0{rate}"
     rows = f"{found.rows / max(1, found.step):g} until now: " if found.rows else ""
     yield "rows per step", f"{rows}{batch}"
     if found.is_half:
