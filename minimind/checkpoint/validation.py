@@ -221,10 +221,12 @@ def _require_counted(about: dict[str, Any], step: int) -> None:
     if counters["global_steps"] != step:
         value = shown(counters["global_steps"])
         raise CheckpointError(f"has counters.global_steps = {value} at step {step}")
-    counts = {"counters.skipped_steps": counters["skipped_steps"]}
-    counts["optimizer_step"] = about["optimizer_step"] or 0  # null before the first update
-    for name, count in counts.items():
-        if count > step:
+    counts = {"counters.skipped_steps": (counters["skipped_steps"], step)}
+    # Null before the first update. At stage 0 in bf16 and fp16 DeepSpeed 0.19.8 allocates the
+    # moments by an update, which a checkpoint that it wrote counts too.
+    counts["optimizer_step"] = (about["optimizer_step"] or 0, step + 1)
+    for name, (count, most) in counts.items():
+        if count > most:
             raise CheckpointError(f"has {name} = {shown(count)} at step {step}")
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from minimind.cli.command import PLACE, OfPlace, Output, argument, non_empty, size_in_bytes
 from minimind.cli.model import OfWeights
 from minimind.config.names import no_run, not_there
-from minimind.errors import CheckpointError
-from minimind.interop.formats import ORIGINS, WRITTEN
+from minimind.errors import CheckpointError, UsageError
+from minimind.interop.formats import ORIGINS, RUNS, WRITTEN
+
+if TYPE_CHECKING:
+    from minimind.data.tokenizer.load import Tokenizer
+    from minimind.interop.foreign_config import ShapeFlags
+    from minimind.interop.weights import Weights
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -39,7 +44,7 @@ class Export(OfWeights, OfPlace, Output):
             raise CheckpointError(fault)
         from minimind.interop.export import export, output, push_export  # imports torch
         from minimind.interop.model_card import is_ours
-        from minimind.interop.weights import Weights, read_weights
+        from minimind.interop.weights import read_weights
         from minimind.runtime.hub import owned_model
 
         def write(weights: Weights) -> str:
@@ -58,16 +63,19 @@ class Export(OfWeights, OfPlace, Output):
 
 @dataclass(kw_only=True)
 class Import(Output):
-    """Import the weights of other software, to train or to generate with."""
+    """Import the weights of other software, or a whole run, to train or to generate with."""
 
     example = "minimind import --from llama path/to/llama --out out/imported"
     origins: ClassVar = {"source": CheckpointError}
     source: Path = argument(metavar="FILE|DIR", is_positional=True)
     """a file of weights, or a directory"""
-    kind: str = argument(choices=(*ORIGINS,), options=("--from",))
-    """format of the source"""
+    kind: str = argument(choices=(*ORIGINS, *RUNS), options=("--from",))
+    """format of the source; deepspeed, and minimind-resume (MiniMind's *_resume.pth): a training
+    checkpoint, of which --out becomes a run"""
     tokenizer: Path | None = argument(None)
     """tokenizer file or directory (default: the one in DIR)"""
+    model_config: Path | None = argument(None, metavar="FILE|DIR")
+    """config.json of the model of a training checkpoint (default: the one there, or above it)"""
     n_heads: int | None = argument(None, ge=1)
     """for a file without config.json: query heads"""
     n_kv_heads: int | None = argument(None, ge=1)
@@ -83,26 +91,54 @@ class Import(Output):
         """Write a model made elsewhere in our format and print a summary."""
         if fault := not_there(self.source):
             raise CheckpointError(fault)
-        from minimind.interop.export import export, output  # imports torch
         from minimind.interop.foreign_config import ShapeFlags, check_flags
+
+        names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps", "max_seq_len")
+        flags = ShapeFlags(*(getattr(self, name) for name in names))
+        if self.kind in RUNS:
+            return print(self._import_run(flags))
+        from minimind.interop.export import export, output  # imports torch
         from minimind.interop.weights import load_weights_from
 
         output(self.out, self.force).require_free()
-        names = ("n_heads", "n_kv_heads", "rope_theta", "norm_eps", "max_seq_len")
-        flags = ShapeFlags(*(getattr(self, name) for name in names))
         weights = load_weights_from(self.source, flags, self.kind)
         check_flags(weights.path, weights.config, flags)
         if self.tokenizer:
             weights = weights.with_tokenizer(self.tokenizer)
         tokenizer = weights.load_tokenizer()
-        ids = {"bos": tokenizer.bos_id if tokenizer.bos_id >= 0 else None}
-        ids |= {"eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-        for name, value in ids.items():  # files without a configuration have none
-            setattr(weights.config, f"{name}_token_id", value)
+        weights.set_special_ids(tokenizer)
+        self._note(weights, tokenizer)
+        written = export(weights, tokenizer, self.out, "minimind", force=self.force)
+        print(written.summary("as minimind in float32", weights.path, self.out))
+
+    def _import_run(self, flags: ShapeFlags) -> str:
+        """Write a run that goes on from a training checkpoint; return what to print."""
+        from minimind.engine.state import MASTER
+        from minimind.interop.deepspeed_checkpoint import read_deepspeed, step_folder
+        from minimind.interop.foreign_run import import_run, model_of_run
+        from minimind.interop.minimind_resume import read_minimind_resume
+        from minimind.runtime.output_folder import NewFolder
+
+        if self.force:
+            raise UsageError("--force replaces no run; drop it, and give a new --out")
+        out = NewFolder(self.out, False, (), "import", lambda folder: False)
+        out.require_free()
+        is_deepspeed = self.kind == "deepspeed"
+        source = step_folder(self.source) if is_deepspeed else self.source
+        found = (read_deepspeed if is_deepspeed else read_minimind_resume)(source)
+        models = model_of_run(found, self.model_config, flags)
+        weights = models[MASTER]
+        if self.tokenizer:
+            weights = weights.with_tokenizer(self.tokenizer)
+        tokenizer = weights.load_tokenizer()
+        self._note(weights, tokenizer)
+        return import_run(found, models, tokenizer, out)
+
+    @staticmethod
+    def _note(weights: Weights, tokenizer: Tokenizer) -> None:
+        """Say what the source leaves open."""
         rows = weights.config.vocab_size
         spare = rows - tokenizer.vocab_size
         unused = f"{spare:,} of {rows:,} rows of the embedding have no id" if spare else ""
         if note := "; ".join(filter(None, (weights.note, unused))):
             print(f"{weights.path}: {note}", file=sys.stderr)
-        written = export(weights, tokenizer, self.out, "minimind", force=self.force)
-        print(written.summary("as minimind in float32", weights.path, self.out))

@@ -107,10 +107,11 @@ class Serve(OfChat):
             scheduler = Scheduler(model, self.max_batch, self.max_queue, self.batch_invariant)
             try:
                 server = http_server(build_app(served, scheduler, readers, limits))
-                print(f"{address(listening)} serves {served.name}; Ctrl-C ends it", flush=True)
-                # Uvicorn ends on a signal, and then raises it again for the handler before.
+                # Uvicorn ends on a signal, and then raises it again for this handler, which also
+                # has the signals that come before Uvicorn has its own.
                 for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, lambda *_: None)
+                    signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+                print(f"{address(listening)} serves {served.name}; Ctrl-C ends it", flush=True)
                 server.run(sockets=[listening])
             finally:
                 scheduler.close()

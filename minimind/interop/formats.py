@@ -374,4 +374,6 @@ FORMATS: dict[str, Format] = {
     form.name: form for form in (MiniMind2(), MiniMind(), Llama(), Gguf(), Transformers())
 }
 ORIGINS = {origin: form for form in FORMATS.values() for origin in form.origins}
+# Values of `minimind import --from` of whole runs: their optimizer and step are read too.
+RUNS = ("deepspeed", "minimind-resume")
 WRITTEN = {name: form.help for name, form in FORMATS.items() if form.help}

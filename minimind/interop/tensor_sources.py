@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -202,7 +203,11 @@ def open_tensors(path: Path) -> TensorSource:
     Names are those of the model itself, whatever wrapped it when it was saved, without tables that
     are computed.
     """
-    source = open_as_saved(path)
+    return of_model(open_as_saved(path))
+
+
+def of_model(source: TensorSource) -> TensorSource:
+    """The tensors under the names of the model itself; see `open_tensors`."""
     saved = [name for name in source.shapes if not COMPUTED.fullmatch(name)]
     for part, what in OTHERWISE_SAVED.items():
         if odd := next(filter(re.compile(rf"(.*\.)?({part})(\..*)?").fullmatch, saved), None):
@@ -330,10 +335,12 @@ def _read_index(index: Path, whole: str) -> list[Path]:
     return [index.with_name(name) for name in sorted(files)]
 
 
-def _of_pickle(file: Path) -> Iterator[Entry]:
-    """The file is memory-mapped and loaded with weights_only=True."""
-    if file.name.endswith(OF_DEEPSPEED) and (form := form_of_folder(file.parent)):
-        raise CheckpointError(f"{file}: {form}")
+def unpickled(file: Path, records: Mapping[str, Any] | None = None) -> Any:
+    """What torch.save wrote: tensors, memory-mapped, and plain values, by torch's own unpickler.
+
+    It looks up no class: those named in `records` are made of the type that is there. Raise
+    CheckpointError for all else.
+    """
     with readable(file, REPLACE):
         require_regular(file)
         kind = kind_of_file(file, TORCH)
@@ -341,6 +348,7 @@ def _of_pickle(file: Path) -> Iterator[Entry]:
             raise CheckpointError(f"is {kind}, not {TORCH}")
     if kind:
         raise CheckpointError(f"{file}: {IS_GGUF}")
+    allowed: list[Any] = [(made, name) for name, made in (records or {}).items()]
     with readable(file, REPLACE):
         with open(file, "rb") as content:
             if not zipfile.is_zipfile(content):
@@ -348,11 +356,20 @@ def _of_pickle(file: Path) -> Iterator[Entry]:
                     "is not a zip file, as torch.save has written since torch 1.6"
                 )
         try:
-            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            with torch.serialization.safe_globals(allowed):
+                return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except UnpicklingError as error:
             raise CheckpointError("holds more than tensors, and code is not run") from error
         except LOAD_ERRORS as error:
             raise CheckpointError(f"is damaged ({shown(first_lines(error))})") from error
+
+
+def _of_pickle(file: Path) -> Iterator[Entry]:
+    """The tensors by name of a file of torch.save."""
+    if file.name.endswith(OF_DEEPSPEED) and (form := form_of_folder(file.parent)):
+        raise CheckpointError(f"{file}: {form}")
+    tensors = unpickled(file)
+    with readable(file, REPLACE):
         if not isinstance(tensors, Mapping):
             raise CheckpointError(f"holds {type(tensors).__name__}, not tensors by name")
     for name, value in tensors.items():
@@ -367,8 +384,13 @@ def _of_pickle(file: Path) -> Iterator[Entry]:
             if type(name) is not str or not isinstance(value, Tensor):
                 kind = type(value).__name__
                 raise CheckpointError(f"holds {shown(name)} of type {kind}, no tensor")
-            if value.layout != torch.strided or value.dtype not in (*DTYPE_NAMES, torch.complex64):
-                raise CheckpointError(f"holds {shown(name)} as {value.dtype}, {value.layout}")
-            if value.untyped_storage().nbytes() < value.nbytes:
-                raise CheckpointError(f"holds {shown(name)} of {list(value.shape)} in fewer bytes")
+            require_stored(name, value)
             yield name, [*value.shape], value.dtype, partial(Tensor.detach, value)
+
+
+def require_stored(name: str, value: Tensor) -> None:
+    """Raise CheckpointError, without the file, for a tensor that its bytes do not make."""
+    if value.layout != torch.strided or value.dtype not in (*DTYPE_NAMES, torch.complex64):
+        raise CheckpointError(f"holds {shown(name)} as {value.dtype}, {value.layout}")
+    if value.untyped_storage().nbytes() < value.nbytes:
+        raise CheckpointError(f"holds {shown(name)} of {list(value.shape)} in fewer bytes")

@@ -137,6 +137,11 @@ class Weights:
         for name in self.tensors.shapes:
             state[name].copy_(self.tensors.read_as(name, state[name].dtype))
 
+    def set_special_ids(self, tokenizer: Tokenizer) -> None:
+        """Give the configuration the ids of the tokenizer: files without one have none."""
+        self.config.bos_token_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
+        self.config.eos_token_id, self.config.pad_token_id = tokenizer.eos_id, tokenizer.pad_id
+
     def release(self) -> None:
         """Unlock the checkpoint once nothing more is read from it."""
         if self.lock:
@@ -213,7 +218,7 @@ def load_weights_from(
         return load_checkpoint_weights(choose(str(path)))
     if base := base_of_adapter(path):
         return _merged(path, base)
-    return _load(path, open_tensors(path), flags or ShapeFlags(), origin)
+    return weights_of(path, open_tensors(path), flags or ShapeFlags(), origin)
 
 
 def _require_import(origin: str | None, what: str) -> None:
@@ -223,7 +228,7 @@ def _require_import(origin: str | None, what: str) -> None:
         )
 
 
-def _load(
+def weights_of(
     path: Path, source: TensorSource, flags: ShapeFlags, origin: str | None = None
 ) -> Weights:
     """The model of these tensors, in the format that their names and configuration show.
@@ -335,7 +340,7 @@ def _merged(path: Path, place: str) -> Weights:
     shapes = {name: list(value.shape) for name, value in merged.items()}
     dtypes = {name: value.dtype for name, value in merged.items()}
     source = TensorSource(path, shapes, dtypes, merged.__getitem__)
-    found = _load(base, source, ShapeFlags())
+    found = weights_of(base, source, ShapeFlags())
     return replace(found, path=path, tokenizer=find_tokenizer(path) or find_tokenizer(base))
 
 

@@ -256,22 +256,24 @@ IS_GGUF = (
     " or a directory of safetensors"
 )
 BESIDE = "put its config.json and tokenizer there, and name OUT"
+GO_ON = "go on from it with `minimind import --from deepspeed {above} --out RUN`"
 # What is in a folder -> what this is and the way out, where {found} is the first of its files,
 # {above} the folder of this, and {root} and {tag} are DeepSpeed's.
 FORMS = (
     (
         ("latest_universal", "*_universal/zero", "zero/*/fp32.pt"),
-        "is a universal checkpoint of DeepSpeed; name the one that it was made from",
+        "is a universal checkpoint of DeepSpeed; go on from it with `minimind import --from"
+        " deepspeed`",
     ),
     (
         ("*/*_optim_states.pt", "*_optim_states.pt"),
-        "is a checkpoint of DeepSpeed; write its weights with `python -m"
+        f"is a checkpoint of DeepSpeed; {GO_ON}, or write its weights with `python -m"
         f" deepspeed.utils.zero_to_fp32 {{root}} OUT{{tag}}`, {BESIDE}",
     ),
     (
         ("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt"),
-        "is a checkpoint of DeepSpeed without ZeRO; save what {found} has under 'module' with"
-        " torch.save, and name that file",
+        f"is a checkpoint of DeepSpeed without ZeRO; {GO_ON}, or save what {{found}} has under"
+        " 'module' with torch.save, and name that file",
     ),
     (("zero_to_fp32.py",), "is a checkpoint of DeepSpeed without its files; get it again"),
     (

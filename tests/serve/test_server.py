@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+import uvicorn
 
 from minimind.cli.main import main
 from minimind.inference.engine import Batch
@@ -357,6 +359,30 @@ def test_the_command_ends_on_a_signal(chat_model: Path, number: int, prefix: str
             assert process.wait(30) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_uvicorn_has_its_handlers_ends_the_command(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+):
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    serve, late = uvicorn.Server.run, []
+
+    def signalled(server: uvicorn.Server, sockets: Any) -> None:
+        signal.raise_signal(number)
+        late.append(threading.Timer(20, setattr, (server, "should_exit", True)))
+        late[0].start()
+        serve(server, sockets)
+
+    monkeypatch.setattr(uvicorn.Server, "run", signalled)
+    try:
+        words = ["serve", "--model", str(chat_model), "--device", "cpu", "--port", "0"]
+        assert main(words) == 0
+        assert late[0].is_alive()
+    finally:
+        late[0].cancel()
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def test_a_port_in_use_and_other_faults(
