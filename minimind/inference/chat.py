@@ -61,8 +61,9 @@ def source_of(
     template = given_template(path, tokenizer) if path else own_template(tokenizer)
     if template is None:
         raise UsageError(
-            f"{place}: has no chat template beside its tokenizer; fine-tune it with --task sft,"
-            " give --chat_template, or use it on plain text (minimind generate, minimind eval)"
+            f"{place} has no chat template beside its tokenizer; fine-tune it (bash"
+            " run_accelerate.sh --config sft --init_from RUN), give --chat_template, or use it on"
+            " plain text (minimind generate, minimind eval)"
         )
     require_read(variables or (), *template)
     return template

@@ -109,7 +109,7 @@ class Summary:
             "run": self.description(),
             "course": self.course(),
             "stages": f"\n{'':<14}".join(map(", ".join, stage_rows(self.run))),
-            "setbacks": self.setbacks(),
+            "starts": self.setbacks(),
             **{name: one.text + one.remark for name, one in self.shown(LINES).items()},
             "scores": f"at step {scores['step']:,}: {formats.scores_line(scores)}"
             if scores

@@ -139,13 +139,17 @@ def _check_enough_rows(
 ) -> int:
     """Return the rows of one step; raise TooFewRows if the text has fewer."""
     micro_batch, rows_per_step = run.micro_batch_rows(world_size), run.rows_per_step(world_size)
+    processes = run.parallel(world_size).data_size
     if n_rows < rows_per_step:
+        fitting = n_rows // (run.accumulation_steps * processes)
+        fitting *= processes if run.split_batches else 1
+        lower = "lower --batch_size, --accumulation_steps or --max_seq_len"
+        remedy = f"give --batch_size {fitting}" if fitting else lower
         raise TooFewRows(
-            f"{' '.join(text.names)}: {tokens:,} training tokens make {n_rows} rows"
-            f" of {run.max_seq_len + 1}, fewer than the {rows_per_step} of one step"
-            f" ({micro_batch} x {run.accumulation_steps} x"
-            f" {run.parallel(world_size).data_size} processes); add text, or"
-            " lower --batch_size, --accumulation_steps or --max_seq_len"
+            f"{' '.join(text.names)}: {tokens:,} training tokens make {n_rows:,} rows"
+            f" of {run.max_seq_len + 1}, fewer than the {rows_per_step:,} of one step"
+            f" ({micro_batch:,} x {run.accumulation_steps} x {processes} processes); {remedy}, or"
+            " add text"
         )
     return rows_per_step
 

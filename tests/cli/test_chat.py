@@ -258,4 +258,4 @@ def test_a_model_without_a_template_is_refused(
     capsys.readouterr()
     assert main([*words, "--checkpoint", str(trained.run), "--device", "cpu"]) == 2
     said = capsys.readouterr().err
-    assert "step_00000006: has no chat template beside its tokenizer; fine-tune it with" in said
+    assert "step_00000006 has no chat template beside its tokenizer; fine-tune it (bash" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,5 +101,14 @@ def test_what_the_start_refuses_is_refused(prepared: Path, tmp_path: Path):
         rehearsed(**flags, vocab_size=700)
     with pytest.raises(UsageError, match=r"warmup_steps = 100000 .* more than the .* of the whole"):
         rehearsed(**{**flags, "max_tokens": None, "epochs": 1}, warmup_steps=100_000)
-    with pytest.raises(DataError, match="fewer than the 100000 of one step"):
-        rehearsed(**{**flags, "max_tokens": 1e9}, batch_size=100_000)
+    flags = {**flags, "max_tokens": 1e9}
+    with pytest.raises(DataError, match="fewer than the 100,000 of one step") as caught:
+        rehearsed(**flags, batch_size=100_000)
+    advised = re.search(r"give --batch_size (\d+), or add text", str(caught.value))
+    assert advised
+    assert int(advised[1]) > 1
+    rehearsed(**flags, batch_size=int(advised[1]))
+    with pytest.raises(DataError, match="fewer than the"):
+        rehearsed(**flags, batch_size=int(advised[1]) + 1)
+    with pytest.raises(DataError, match="lower --batch_size, --accumulation_steps or --max_seq"):
+        rehearsed(**flags, batch_size=1, accumulation_steps=100_000)
