@@ -84,12 +84,16 @@ def folded(line: str, indent: int, columns: int) -> list[str]:
 def fitted(text: str, labels: int = 0) -> str:
     """Wrap the lines of a text to the screen, each below its text.
 
+    A command that goes on after a backslash stays as it is, for a shell to read.
     labels: columns of the label that a line may have, with two blanks.
     """
-    columns, found = screen_columns(), []
+    columns, found, is_command = screen_columns(), [], False
     for line in text.split("\n"):
+        goes_on = line.endswith("\\")
         own = len(line) - len(line.lstrip()) + 2
-        found += folded(line, labels if line[:labels].endswith("  ") else own, columns)
+        indent = labels if line[:labels].endswith("  ") else own
+        found += [line] if is_command or goes_on else folded(line, indent, columns)
+        is_command = goes_on
     return "\n".join(found)
 
 
