@@ -19,6 +19,7 @@ from minimind.config.run_record import NAME, record_fault
 from minimind.errors import PREEMPTED, UsageError
 from minimind.report.formats import PAUSES, PHASES
 from minimind.runtime import disk
+from minimind.runtime.console import CONSOLE
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.secret_keys import without_secret
@@ -35,7 +36,7 @@ ENDS = ("exit", "rolled_back")  # they end a start; after a rollback another one
 SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
 LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
 MAX_CHARACTERS, MAX_DEPTH = 300, 8  # limits of a value of the configuration
-CONSOLE_NAME, CONSOLE_LINES, CONSOLE_BYTES = "console.log", 200, 1 << 17  # of it the last ones
+CONSOLE_LINES, CONSOLE_BYTES = 200, 1 << 17  # of console.log the last ones
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\x20-\x7e\xa0-\U0010ffff]")
 
 
@@ -468,13 +469,13 @@ def read_configuration(run_dir: Path) -> Configuration:
 
 def console_size(run_dir: Path) -> int:
     """Bytes of the file that `read_console` reads; 0 without it."""
-    path = run_dir / CONSOLE_NAME
+    path = run_dir / CONSOLE
     return disk.stat(path).st_size if disk.is_file(path) else 0
 
 
 def read_console(run_dir: Path) -> list[str]:
     """The last lines that a run printed, without colors; empty without their file."""
-    path = run_dir / CONSOLE_NAME
+    path = run_dir / CONSOLE
     with storing(str(path), "correct its permissions"):
         if not disk.is_file(path):
             return []
