@@ -72,10 +72,12 @@ PIECE = re.compile(
 
 def folded(line: str, indent: int, columns: int) -> list[str]:
     """Wrap a line; a word that is longer than a line is not broken. Later lines are indented."""
-    lines, indent = [""], min(indent, columns // 2)  # room for words
+    lines, width, indent = [""], 0, min(indent, columns // 2)  # room for words
     for piece in PIECE.findall(line):
-        if lines[-1].strip() and columns_of(lines[-1] + piece) > columns:
+        width += columns_of(piece)
+        if width > columns and lines[-1].strip():
             lines.append(" " * indent + piece.lstrip())
+            width = columns_of(lines[-1])
         else:
             lines[-1] += piece
     return lines

@@ -198,6 +198,7 @@ def test_lines_are_folded_below_their_text_between_words_and_wide_characters():
     assert folded("数据，中文语料。", 2, 10) == ["数据，中文", "  语料。"]
     assert folded("a " + "x" * 20, 4, 10) == ["a", "    " + "x" * 20]
     assert columns_of("e\u0301数") == 3
+    assert folded("数据，" * 10_000, 2, sys.maxsize) == ["数据，" * 10_000]  # in linear time
 
 
 def test_a_command_is_not_folded(monkeypatch: pytest.MonkeyPatch):
