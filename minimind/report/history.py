@@ -8,6 +8,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -469,20 +470,21 @@ def read_configuration(run_dir: Path) -> Configuration:
 
 def console_size(run_dir: Path) -> int:
     """Bytes of the file that `read_console` reads; 0 without it."""
-    path = run_dir / CONSOLE
-    return disk.stat(path).st_size if disk.is_file(path) else 0
+    try:
+        return disk.stat(run_dir / CONSOLE).st_size
+    except OSError:  # also of a file that was just renamed
+        return 0
 
 
 def read_console(run_dir: Path) -> list[str]:
     """The last lines that a run printed, without colors; empty without their file."""
-    path = run_dir / CONSOLE
-    with storing(str(path), "correct its permissions"):
-        if not disk.is_file(path):
-            return []
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - CONSOLE_BYTES))
-            lines = file.read(CONSOLE_BYTES).decode("utf-8", "replace").split("\n")
+    path, size, lines = run_dir / CONSOLE, 0, list[str]()
+    with storing(str(path), "correct its permissions"), suppress(FileNotFoundError):
+        if disk.is_file(path):
+            with open(path, "rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - CONSOLE_BYTES))
+                lines = file.read(CONSOLE_BYTES).decode("utf-8", "replace").split("\n")
     lines = lines[size > CONSOLE_BYTES :]  # without the one that is cut
     # A progress bar writes its line again after each carriage return.
     shown = [CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip() for line in lines]
