@@ -376,7 +376,7 @@ def read_chosen(place: str, use: Callable[[Chosen], T]) -> T:
             if not is_run:
                 raise _removed(chosen.path) from error
     raise CheckpointError(
-        f"--checkpoint {place}: each of {TRIES} checkpoints was removed while it was read; let the"
+        f"{place}: each of {TRIES} checkpoints was removed while it was read; let the"
         " run keep more of them (--keep_last)"
     )
 
@@ -425,7 +425,7 @@ def _choose(place: str) -> Chosen:
     form = "" if is_ours else form_of_folder(Path(place))
     if form or not disk.is_dir(Path(place)) or not checkpoints:
         remedy = "holds no checkpoint; name a run's out_dir or a step_ directory"
-        raise CheckpointError(f"--checkpoint {place}: {form or remedy}")
+        raise CheckpointError(f"{place}: {form or remedy}")
     locks: dict[Path, ReadLock | None] = {}
 
     def check(path: Path) -> Rejected | None:

@@ -86,7 +86,7 @@ def folder_of(place: str) -> Path:
     for root in (Path(place) / "checkpoints", Path(place)):
         if disk.is_dir(root) and (root.name == "checkpoints" or published_checkpoints(root)):
             return root
-    raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
+    raise CheckpointError(f"{place}: holds no checkpoint; {NAME_ONE}")
 
 
 def beside(root: Path) -> Path:
@@ -101,7 +101,7 @@ def directories(place: str) -> list[Path]:
         return [Path(place)]
     checkpoints = published_checkpoints(folder_of(place))
     if not checkpoints:
-        raise CheckpointError(f"--checkpoint {place}: holds no checkpoint; {NAME_ONE}")
+        raise CheckpointError(f"{place}: holds no checkpoint; {NAME_ONE}")
     return checkpoints
 
 
@@ -248,7 +248,7 @@ def prune(
     damage of the run's files leaves open what a rule keeps. `tell` gets other damage.
     """
     if is_one(Path(place)):
-        raise UsageError(f"--checkpoint {place} is one checkpoint; name the out_dir of its run")
+        raise UsageError(f"{place} is one checkpoint; name the out_dir of its run")
     root = beside(folder_of(place))
     rules = _rules_of_prune(root.parent, given)
     with lock_out_dir(root.parent if root.name == "checkpoints" else root):

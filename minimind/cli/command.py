@@ -166,7 +166,7 @@ class OfPlace(Command):
     def require_combined(self) -> None:
         """Raise UsageError also if there is no place, and nothing instead of it."""
         super().require_combined()
-        if not (self.checkpoint or getattr(self, self.other_than_place, None)):
+        if not self.checkpoint and getattr(self, self.other_than_place, None) is None:
             one = arguments_of(type(self))["place"].docstring
             other = f", or --{self.other_than_place}" if self.other_than_place else ""
             raise UsageError(f"no RUN is given; name {one}{other}")

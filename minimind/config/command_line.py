@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -177,6 +178,8 @@ class Parser(argparse.ArgumentParser):
         end = words.index("--") if "--" in words else len(words)
         known = self._known()
         flags = [_with_known_dashes(w, known) for w in words[:end]]
+        if self._get_positional_actions() and not self._subparsers:
+            flags = self._positionals_first(flags)
         try:
             return super().parse_known_args(flags + words[end:], namespace)
         except MissingArgument:  # under another name, maybe
@@ -184,6 +187,26 @@ class Parser(argparse.ArgumentParser):
                 if re.match(r"--\w", word) and word.partition("=")[0] not in known.values():
                     raise UsageError(unknown_argument(self, word)) from None
             raise
+
+    def _positionals_first(self, words: Sequence[str]) -> list[str]:
+        """Move the words that no flag takes to the front.
+
+        argparse gives those before the first flag to all positionals, and has no use for the rest.
+        """
+        first, others, taken = [], [], 0.0
+        for word in words:
+            name, is_set, _ = word.partition("=")
+            if action := self._option_string_actions.get(name):
+                taken = 0 if is_set else {None: 1, "?": 1, 0: 0}.get(action.nargs, math.inf)
+            elif re.match(r"-+[^\W\d]", word):  # a flag of a run, with its values
+                taken = math.inf
+            elif taken:
+                taken -= 1
+            else:
+                first.append(word)
+                continue
+            others.append(word)
+        return first + others
 
     def unknown_flags(self, words: Sequence[str]) -> list[str]:
         """Return one sentence per word that looks like a flag and is none of this parser."""

@@ -498,8 +498,9 @@ class Output:
     eval_interval: int = flag(500, ge=1)
     """optimizer steps between validations; the last step is always validated"""
     eval_rows: int | None = flag(None, ge=0, takes_auto=True)
-    """number of held-out rows per validation, over all processes; 0: none. auto (the default) takes
-    as many as bring the standard error of the loss below 1 %, within 3 % of the training time"""
+    """number of held-out rows per validation, over all processes, spread over the text; 0: none.
+    auto (the default) takes as many as bring the standard error of the loss below 1 %, within 3 %
+    of the training time"""
     log_interval: int = flag(10, ge=1)
     """optimizer steps between log lines"""
     profile: bool = flag(False)

@@ -80,9 +80,9 @@ def is_exported(path: Path) -> bool:
 
 def _check_kind(checkpoint: str | None, model: str | None) -> None:
     """Raise UsageError if the place is empty, GGUF, or belongs to the other flag."""
-    flag, place = ("--model", model) if checkpoint is None else ("--checkpoint", checkpoint)
+    flag, place = ("--model ", model) if checkpoint is None else ("", checkpoint)
     if not place:
-        raise UsageError(f"{flag} is empty, as of a variable that is not set; name a place")
+        raise UsageError("--model is empty, as of a variable that is not set; name a place")
     path = Path(place).expanduser()
     if checkpoint is None and is_checkpoint(path):
         raise UsageError(f"--model {place}: belongs to a training run; give it as --checkpoint")
@@ -93,10 +93,8 @@ def _check_kind(checkpoint: str | None, model: str | None) -> None:
         and any(disk.matching(path, "*.gguf"))
     ):
         raise UsageError(
-            f"{flag} {place}: is GGUF, which llama.cpp and Ollama read; name the checkpoint, or the"
+            f"{flag}{place}: is GGUF, which llama.cpp and Ollama read; name the checkpoint, or the"
             " directory, that it was exported from"
         )
     if checkpoint is not None and is_exported(path):
-        raise UsageError(
-            f"--checkpoint {place}: does not belong to a training run; give it as --model"
-        )
+        raise UsageError(f"{place}: does not belong to a training run; give it as --model")

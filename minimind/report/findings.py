@@ -667,7 +667,7 @@ def _memory(case: Case) -> Iterator[Found]:
     if growth > max(32.0, 0.05 * points[0]) and (rises > 0.25 * growth / 9).sum() >= 8:
         slope = growth / max(1.0, float(case.step[-1] - case.step[len(memory) // 4])) * 1000
         text = f"memory grows steadily, by {formats.memory(slope)} in 1,000 steps, to"
-        text += f" {formats.memory(float(memory[-1]))}: a longer run will be out of memory"
+        text += f" {formats.memory(float(memory[-1]))}: a longer run will run out of memory"
         yield "memory", text, KEPT, LIKELY
 
 

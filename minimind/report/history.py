@@ -8,6 +8,7 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from minimind.config.run_record import NAME, record_fault
 from minimind.errors import PREEMPTED, UsageError
 from minimind.report.formats import PAUSES, PHASES
 from minimind.runtime import disk
+from minimind.runtime.console import CONSOLE
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.secret_keys import without_secret
@@ -35,7 +37,7 @@ ENDS = ("exit", "rolled_back")  # they end a start; after a rollback another one
 SILENCE = 120.0  # seconds without a line after which a run of quick steps counts as ended
 LINE = re.compile(r"(?P<name>\w+): (?P<value>.*?)(?:  # (?P<source>[^#]*))?", re.DOTALL)
 MAX_CHARACTERS, MAX_DEPTH = 300, 8  # limits of a value of the configuration
-CONSOLE_NAME, CONSOLE_LINES, CONSOLE_BYTES = "console.log", 200, 1 << 17  # of it the last ones
+CONSOLE_LINES, CONSOLE_BYTES = 200, 1 << 17  # of console.log the last ones
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[^\t\x20-\x7e\xa0-\U0010ffff]")
 
 
@@ -468,20 +470,21 @@ def read_configuration(run_dir: Path) -> Configuration:
 
 def console_size(run_dir: Path) -> int:
     """Bytes of the file that `read_console` reads; 0 without it."""
-    path = run_dir / CONSOLE_NAME
-    return disk.stat(path).st_size if disk.is_file(path) else 0
+    try:
+        return disk.stat(run_dir / CONSOLE).st_size
+    except OSError:  # also of a file that was just renamed
+        return 0
 
 
 def read_console(run_dir: Path) -> list[str]:
     """The last lines that a run printed, without colors; empty without their file."""
-    path = run_dir / CONSOLE_NAME
-    with storing(str(path), "correct its permissions"):
-        if not disk.is_file(path):
-            return []
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - CONSOLE_BYTES))
-            lines = file.read(CONSOLE_BYTES).decode("utf-8", "replace").split("\n")
+    path, size, lines = run_dir / CONSOLE, 0, list[str]()
+    with storing(str(path), "correct its permissions"), suppress(FileNotFoundError):
+        if disk.is_file(path):
+            with open(path, "rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - CONSOLE_BYTES))
+                lines = file.read(CONSOLE_BYTES).decode("utf-8", "replace").split("\n")
     lines = lines[size > CONSOLE_BYTES :]  # without the one that is cut
     # A progress bar writes its line again after each carriage return.
     shown = [CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip() for line in lines]

@@ -72,10 +72,12 @@ PIECE = re.compile(
 
 def folded(line: str, indent: int, columns: int) -> list[str]:
     """Wrap a line; a word that is longer than a line is not broken. Later lines are indented."""
-    lines, indent = [""], min(indent, columns // 2)  # room for words
+    lines, width, indent = [""], 0, min(indent, columns // 2)  # room for words
     for piece in PIECE.findall(line):
-        if lines[-1].strip() and columns_of(lines[-1] + piece) > columns:
+        width += columns_of(piece)
+        if width > columns and lines[-1].strip():
             lines.append(" " * indent + piece.lstrip())
+            width = columns_of(lines[-1])
         else:
             lines[-1] += piece
     return lines
@@ -84,12 +86,16 @@ def folded(line: str, indent: int, columns: int) -> list[str]:
 def fitted(text: str, labels: int = 0) -> str:
     """Wrap the lines of a text to the screen, each below its text.
 
+    A command that goes on after a backslash stays as it is, for a shell to read.
     labels: columns of the label that a line may have, with two blanks.
     """
-    columns, found = screen_columns(), []
+    columns, found, is_command = screen_columns(), [], False
     for line in text.split("\n"):
+        goes_on = line.endswith("\\")
         own = len(line) - len(line.lstrip()) + 2
-        found += folded(line, labels if line[:labels].endswith("  ") else own, columns)
+        indent = labels if line[:labels].endswith("  ") else own
+        found += [line] if is_command or goes_on else folded(line, indent, columns)
+        is_command = goes_on
     return "\n".join(found)
 
 

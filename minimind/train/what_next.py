@@ -32,4 +32,4 @@ def what_next(run: RunConfig) -> str:
         lines["serve"] = f"{command} serve --checkpoint {place}"
     lines["export"] = f"{command} export --checkpoint {place} --format {form} --out DIR"
     lines["own text"] = f"{command} init --data_path TEXT.jsonl --hours 1"
-    return aligned(lines.items(), indent="  ")
+    return aligned(lines.items(), indent="  ", columns=sys.maxsize)  # to be copied

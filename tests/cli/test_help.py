@@ -56,6 +56,24 @@ def test_every_default_is_shown_in_one_form(parser):
         assert not re.search(r"\((\d[\w.]*|text|val|float32)\)", text), "a default, not called so"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data where RUN --json text.jsonl:3",
+        "data where RUN --data_path DIR text.jsonl:3",
+        "checkpoint diff A --debug B",
+        "checkpoint average A --out DIR B",
+        "report A --port 8000 B",
+    ],
+)
+def test_a_flag_may_be_between_what_a_command_acts_on(words: str):
+    """argparse alone takes RUN for FILE:LINE in the first, and does not know B in the others."""
+    parser = cli.build_parser()
+    before, flag, after = re.split(r" (--\w+(?: DIR| 8000)?) ", words)
+    expected = parser.parse_args(f"{before} {after} {flag}".split())
+    assert parser.parse_args(words.split()) == expected
+
+
 @pytest.mark.parametrize("prog", LEAVES)
 def test_what_a_command_acts_on_is_first_and_what_all_commands_share_last(prog):
     names = [action.dest for action in options_of(LEAVES[prog]) if action.dest != "help"]

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from minimind.report import history
 from minimind.report.axes import kept_knots, lost_knots
 from minimind.report.charts import draw
 from minimind.report.figures import nats_of_a_bit
 from minimind.report.formats import FLOORS, PALETTE
-from minimind.report.history import read_console, read_runs
+from minimind.report.history import console_size, read_console, read_runs
 from tests.browser import opened
 from tests.contrast import contrast
 from tests.report.made import (
@@ -160,6 +161,11 @@ def test_the_last_lines_of_the_console_are_shown_as_a_terminal_shows_them(tmp_pa
     assert "red &lt;b&gt;" in text
     (place / "console.log").write_bytes(b"\xff" * (1 << 18) + b"\nend\n")
     assert read_console(place) == ["end"]
+
+
+def test_a_console_that_is_renamed_before_it_is_opened_is_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(history.disk, "is_file", lambda path: True)
+    assert (console_size(tmp_path), read_console(tmp_path)) == (0, [])
 
 
 def test_runs_of_equal_folders_are_named_by_what_differs(tmp_path):

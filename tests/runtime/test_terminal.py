@@ -18,6 +18,7 @@ from minimind.runtime.terminal import (
     aligned,
     columns_of,
     first_lines,
+    fitted,
     folded,
     guarded,
     one_line,
@@ -197,6 +198,15 @@ def test_lines_are_folded_below_their_text_between_words_and_wide_characters():
     assert folded("数据，中文语料。", 2, 10) == ["数据，中文", "  语料。"]
     assert folded("a " + "x" * 20, 4, 10) == ["a", "    " + "x" * 20]
     assert columns_of("e\u0301数") == 3
+    assert folded("数据，" * 10_000, 2, sys.maxsize) == ["数据，" * 10_000]  # in linear time
+
+
+def test_a_command_is_not_folded(monkeypatch: pytest.MonkeyPatch):
+    use_screen(monkeypatch, 20)
+    command = "  bash run_accelerate.sh \\\n    --dim 64 --max_seq_len 1024"
+    assert fitted(f"one two three four five\n{command}\nsix two three four five") == (
+        f"one two three four\n  five\n{command}\nsix two three four\n  five"
+    )
 
 
 def test_the_first_lines_of_an_error_are_one():

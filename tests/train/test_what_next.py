@@ -14,6 +14,13 @@ from minimind.train.what_next import what_next
 DEEP = "/tmp/my runs/it's"
 
 
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch):
+    """A terminal that is narrower than the commands."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("minimind.runtime.terminal._is_terminal", lambda stream: True)
+
+
 @pytest.mark.parametrize(
     ("flags", "labels", "form"),
     [
