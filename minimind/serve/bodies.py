@@ -53,7 +53,7 @@ class Bodies:
         except TimeoutError:
             reason = f"the body did not arrive within {self._seconds:g} s"
             if late not in self._arriving:
-                reason = "the body arrived slowly, and too many others are arriving"
+                reason = "the bodies that are arriving have too many bytes together"
             close = {"Connection": "close"}
             raise Refusal(408, f"{reason}; send it again", "timeout", headers=close) from None
         finally:
