@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minimind.checkpoint.tensor_files import readable
-from minimind.config.optimizers import ADAM, MOMENTUM
+from minimind.config.optimizers import ADAM, MOMENTUM, OPTIMIZERS
 from minimind.engine.state import MASTER
 from minimind.errors import CheckpointError
 from minimind.interop.job import REPLACE
@@ -37,12 +37,8 @@ from minimind.runtime.durable_files import read_small, require_regular
 
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_00_model_states\.pt")
-# Kinds of state of which weights have as many numbers as elements, by the optimizer they show.
-OPTIMIZER_OF = {
-    frozenset(ADAM): "adamw",
-    frozenset(ADAM[:1]): "lion",
-    frozenset((MOMENTUM,)): "sgd",
-}
+# The optimizer that kinds of state show.
+OPTIMIZER_OF = {frozenset(row.kinds): name for name, row in OPTIMIZERS.items()}
 # Numbers of a group of an optimizer, and of a dynamic loss scaler.
 NUMBERS = ("lr", "initial_lr", "weight_decay", "eps", "momentum")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

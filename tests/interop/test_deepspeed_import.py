@@ -253,12 +253,12 @@ def test_files_of_ranks_are_each_there_once_and_used_up(
         "a vector is longer than its weights": without_a_weight,
     }
     for what, change in faults.items():
-        folder = shutil.copytree(place / "2f" / "global_step3", tmp_path / what)
-        change(folder)
-        assert import_run(folder, source, tmp_path / "run") == 4, what
-    folder = shutil.copytree(place / "3b" / "global_step3", tmp_path / "stage 3")
-    without_a_weight(folder)
-    assert import_run(folder, source, tmp_path / "run") == 4
+        copy = shutil.copytree(place / "2f", tmp_path / what)
+        change(copy / "global_step3")
+        assert import_run(copy, source, tmp_path / "run") == 4, what
+    copy = shutil.copytree(place / "3b", tmp_path / "stage 3")
+    without_a_weight(copy / "global_step3")
+    assert import_run(copy, source, tmp_path / "run") == 4
 
 
 @pytest.mark.launch
@@ -413,15 +413,12 @@ def test_a_universal_folder_is_read(
     assert capsys.readouterr().err.count(str(folder)) == 1
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_the_configuration_that_is_named_is_the_one_that_is_read(
-    is_there: bool, source: Path, tmp_path: Path
-):
-    """One of another name is not replaced by the config.json that is there."""
-    place, other = made(tmp_path / "step", source, state_of(source)), tmp_path / "llama.json"
-    if is_there:
-        shutil.copy(source / "config.json", other)
-    assert import_run(place, source, tmp_path / "run", "--model_config", other) == 2
+def test_a_configuration_of_another_name_is_not_replaced(source: Path, tmp_path: Path):
+    place = made(tmp_path / "step", source, state_of(source))
+    shutil.copy(source / "config.json", tmp_path)
+    for name in ("llama.json", "config.json/config.json"):
+        assert import_run(place, source, tmp_path / "run", "--model_config", tmp_path / name) == 2
+    assert import_run(place, source, tmp_path / "run", "--model_config", tmp_path) == 0
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
