@@ -228,7 +228,7 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
             f"{folder}: has no mp_rank_00_model_states.pt; name a folder global_stepN of DeepSpeed,"
             " or the one above it (checkpoint-N of the Trainer)"
         )
-    states = [_load(folder / name) for name in (models if optimizers else models[:1])]
+    states = [_load(folder / name) for name in models]
     file, state = folder / models[0], states[0]
     with as_laid_out(file):
         version = state["ds_version"]
@@ -262,6 +262,8 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
             _read_zero(found, states, [one["optimizer_state_dict"] for one in zero])
         if zero or is_universal:
             _add_frozen(found, states, module)
+        elif state["optimizer"] is None:
+            raise CheckpointError("has no files *_optim_states.pt, which hold weights and moments")
         else:
             read_replicated(found, module, state["optimizer"])
         found.groups = normalized(found.groups)
