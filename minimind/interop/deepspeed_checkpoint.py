@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minimind.checkpoint.tensor_files import readable
-from minimind.config.optimizers import ADAM, MOMENTUM
+from minimind.config.optimizers import ADAM, MOMENTUM, OPTIMIZERS
 from minimind.engine.state import MASTER
 from minimind.errors import CheckpointError
 from minimind.interop.job import REPLACE
@@ -37,16 +37,15 @@ from minimind.runtime.durable_files import read_small, require_regular
 
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_00_model_states\.pt")
-# Kinds of state of which weights have as many numbers as elements, by the optimizer they show.
-OPTIMIZER_OF = {
-    frozenset(ADAM): "adamw",
-    frozenset(ADAM[:1]): "lion",
-    frozenset((MOMENTUM,)): "sgd",
-}
+# The optimizer that kinds of state show.
+OPTIMIZER_OF = {frozenset(row.kinds): name for name, row in OPTIMIZERS.items()}
 # Numbers of a group of an optimizer, and of a dynamic loss scaler.
 NUMBERS = ("lr", "initial_lr", "weight_decay", "eps", "momentum")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16")}
+# Settings of a group that change an update; keys of groups of others that have Adam's state.
+SWITCHES = ("use_muon", "decoupled_weight_decay", "bias_correction", "nesterov")
+OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
 
 
 class Record:
@@ -85,7 +84,7 @@ class ForeignCheckpoint:
     stage: int = 0
     processes: int = 1
     unknown: tuple[str, ...] = ()  # groups of settings that the software does not save
-    is_half: bool = False  # the file has no float32 weights
+    dtype: str = "float32"  # of the weights in training
     groups: Sequence[Mapping[str, Any]] = ()  # of the optimizer: its numbers
     members: Sequence[Sequence[str]] = ()  # the weights of each group
     shapes: dict[str, list[int]] = field(default_factory=dict)
@@ -122,25 +121,36 @@ class ForeignCheckpoint:
         return max(groups, key=lambda group: group.get("weight_decay") or 0, default={})
 
     @property
-    def dtype(self) -> str:
-        """Name of the dtype of the weights in training."""
-        blocks = ((self.config.get(key), name) for key, name in DTYPES.items())
-        on = (
-            n for block, n in blocks if isinstance(block, Mapping) and block.get("enabled") is True
-        )
-        return next(on, "float32")
+    def low_precision(self) -> str | None:
+        """Name of the dtype of weights of which the file has no float32 copy; None if it has all.
+
+        It is that of the first of them.
+        """
+        views = (view for views in self.pieces[MASTER].values() for view in views)
+        return next((str(v.dtype)[6:] for v in views if v.dtype != torch.float32), None)
+
+    def _configured(self, block: str) -> Mapping[str, Any]:
+        """The parameters of the optimizer or the scheduler in the configuration of DeepSpeed."""
+        found: Any = self.config.get(block)
+        params = found.get("params") if isinstance(found, Mapping) else None
+        return params if isinstance(params, Mapping) else {}
 
     @property
     def peak(self) -> float | None:
         """The learning rate before any schedule; None if no file has it."""
         rates = [self.numbers.get("initial_lr")]
-        if self.has_schedule:
-            block: Any = self.config.get("optimizer")
-            params = block.get("params") if isinstance(block, Mapping) else None
-            rates.append(params.get("lr") if isinstance(params, Mapping) else None)
+        if self.has_schedule:  # a warmup of DeepSpeed's ends at a rate of its own
+            rates.append(self._configured("scheduler").get("warmup_max_lr"))
+            rates.append(self._configured("optimizer").get("lr"))
         else:
             rates.append(self.numbers.get("lr"))
         return next(filter(_is_number, rates), None)
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether Adam adds the decay to the gradient, which AdamW does not."""
+        in_file = self._configured("optimizer").get("adam_w_mode")
+        return in_file is False or self.numbers.get("decoupled_weight_decay") is False
 
     @property
     def decayed_otherwise(self) -> int:
@@ -192,7 +202,8 @@ def step_folder(place: Path) -> Path:
     if latest and not any(map(MODEL.fullmatch, _names(place))):
         with readable(latest, REPLACE):
             tag = read_small(latest).decode(errors="replace").strip()
-        if not re.fullmatch(r"\w[\w.-]{,200}", tag) or not disk.is_dir(place / tag):
+        is_name = re.fullmatch(r"[^/\0]{1,200}", tag) and tag != ".."
+        if not is_name or not disk.is_dir(place / tag):
             raise CheckpointError(f"{latest}: names {shown(tag)}, which is not there; {REPLACE}")
         return place / tag
     return place
@@ -205,8 +216,8 @@ def _names(folder: Path) -> list[str]:
 def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     """The checkpoint of one step; raise CheckpointError for what is damaged or not known."""
     names = [name for name in _names(folder) if name.endswith("_states.pt")]
-    models = _by_rank(MODEL, names)
-    optimizers = _by_rank(OPTIMIZER, names)
+    with readable(folder, REPLACE):
+        models, optimizers = _by_rank(MODEL, names), _by_rank(OPTIMIZER, names)
     if other := next((n for n in names if n not in (*models, *optimizers)), None):
         raise CheckpointError(
             f"{folder / other}: is of experts, pipelines or tensor parallelism, which are not read;"
@@ -215,14 +226,15 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     if not models:
         raise CheckpointError(
             f"{folder}: has no mp_rank_00_model_states.pt; name a folder global_stepN of DeepSpeed,"
-            " or the one above it"
+            " or the one above it (checkpoint-N of the Trainer)"
         )
-    states = [_load(folder / name) for name in (models if optimizers else models[:1])]
+    states = [_load(folder / name) for name in models]
     file, state = folder / models[0], states[0]
     with as_laid_out(file):
         version = state["ds_version"]
         if not PLAIN.fullmatch(version):
             raise ValueError(f"{shown(version)} is no version")
+        config = state["ds_config"]  # earlier versions keep the path of its file
         found = ForeignCheckpoint(
             folder,
             file,
@@ -230,22 +242,29 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
             step=count(state["global_steps"]),
             skipped=count(state["skipped_steps"]),
             rows=count(state["global_samples"]),
-            config=state["ds_config"] if isinstance(state["ds_config"], Mapping) else {},
+            config=config if isinstance(config, Mapping) else {},
             processes=count(state["dp_world_size"]),
+            unknown=() if isinstance(config, Mapping) else ("lr",),
         )
+        dtypes = [value.dtype for value in state["module"].values() if value.is_floating_point()]
+        found.dtype = DTYPES[dtypes[0]]
         schedule = state.get("lr_scheduler")
         found.has_schedule = schedule is not None
         if isinstance(schedule, Mapping) and "last_batch_iteration" in schedule:
             found.scheduler_step = count(1 + schedule["last_batch_iteration"]) - 1
     zero = [_load(folder / name) for name in optimizers]
+    if is_universal := not zero and disk.is_dir(folder / "zero"):
+        _read_universal(found, state)
     with as_laid_out(folder):
-        if not zero and disk.is_dir(folder / "zero"):
-            _read_universal(found, state["param_shapes"])
-        elif zero:
+        buffers = {*state["buffer_names"]}
+        module = {name: value for name, value in state["module"].items() if name not in buffers}
+        if zero:
             _read_zero(found, states, [one["optimizer_state_dict"] for one in zero])
+        if zero or is_universal:
+            _add_frozen(found, states, module)
+        elif state["optimizer"] is None:
+            raise CheckpointError("has no files *_optim_states.pt, which hold weights and moments")
         else:
-            buffers = {*state["buffer_names"]}
-            module = {n: value for n, value in state["module"].items() if n not in buffers}
             read_replicated(found, module, state["optimizer"])
         found.groups = normalized(found.groups)
         require_complete(found)
@@ -256,6 +275,8 @@ def require_complete(found: ForeignCheckpoint) -> None:
     """Raise CheckpointError, without the path, unless all numbers of each weight are there."""
     for kind, pieces in found.pieces.items():
         for name, views in pieces.items():
+            if type(name) is not str:
+                raise CheckpointError(f"has a weight whose name is {_brief(name)}")
             for view in views:
                 require_stored(f"{kind} of {name}", view)
             have, need = sum(view.numel() for view in views), math.prod(found.shapes[name])
@@ -269,13 +290,21 @@ def as_laid_out(path: Path) -> Iterator[None]:
     with readable(path, REPLACE):
         try:
             yield
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (
+            *(LookupError, TypeError, ValueError, AttributeError, RuntimeError),
+            OverflowError,  # of a count that is infinite
+        ) as error:
             what = f"{type(error).__name__}: {shown(str(error))}"
             raise CheckpointError(f"has another layout than is known here ({what})") from error
 
 
 def _by_rank(pattern: re.Pattern[str], names: list[str]) -> list[str]:
     found = {name: int(match[1] or 0) for name in names if (match := pattern.fullmatch(name))}
+    ranks = sorted(found.values())
+    if ranks != [*range(len(ranks))]:
+        raise CheckpointError(
+            f"has files of the ranks {shown(ranks)}, and needs one of each from 0"
+        )
     return sorted(found, key=found.__getitem__)
 
 
@@ -299,6 +328,8 @@ def _require_intact(file: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > disk.stat(file).st_size:
                 raise CheckpointError("is damaged (it unpacks to more than its size)")
+            if any(entry.compress_type for entry in archive.infolist()):
+                raise CheckpointError("is no file of torch.save (it is compressed)")
             damaged = archive.testzip()
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(f"is damaged ({shown(str(error))})") from error
@@ -309,8 +340,14 @@ def _require_intact(file: Path) -> None:
 def count(value: Any) -> int:
     """The value, if it is a number of things; else ValueError."""
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f"{shown(value)} is no count")
+        raise ValueError(f"{_brief(value)} is no count")
     return value
+
+
+def _brief(value: Any) -> str:
+    """A value for an error; the text of lists that hold one another many times has no end."""
+    is_plain = value is None or type(value) in (bool, int, float, str)
+    return shown(value) if is_plain else f"a {type(value).__name__}"
 
 
 def _is_number(value: Any) -> bool:
@@ -326,16 +363,23 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {key: group[key] for key in NUMBERS if key in group}
     betas = [*group["betas"]] if "betas" in group else []
     if bad := [one for one in (*kept.values(), *betas) if not _is_number(one)]:
-        raise ValueError(f"{shown(bad[0])} is no number of an optimizer")
+        raise ValueError(f"{_brief(bad[0])} is no number of an optimizer")
     if len(betas) not in (0, 2):
-        raise ValueError(f"{shown(betas)} are no two betas")
+        raise ValueError(f"{len(betas)} betas are not two")
+    is_radam = "decoupled_weight_decay" in group and "betas" in group and "amsgrad" not in group
+    other = "RAdam" if is_radam else next((OTHERS[key] for key in group if key in OTHERS), None)
+    if other:
+        raise CheckpointError(f"is of {other}, an optimizer that is not known here")
     kept |= {"betas": betas} if betas else {}
-    return {**kept, "use_muon": group.get("use_muon") is True}
+    return kept | {key: group[key] is True for key in SWITCHES if key in group}
 
 
 def _scaler(state: Any) -> dict[str, float]:
-    """The counters of a loss scaler that grows and shrinks; empty if one is missing."""
-    held = state if isinstance(state, Mapping) else {}
+    """The counters of a loss scaler that grows and shrinks; empty if one is missing.
+
+    At stage 0 DeepSpeed's scaler waits for no second overflow, and saves no hysteresis.
+    """
+    held = {"cur_hysteresis": 1, **state} if isinstance(state, Mapping) else {}
     found = {name: held[name] for name in SCALER if _is_number(held.get(name))}
     return found if len(found) == len(SCALER) else {}
 
@@ -346,7 +390,7 @@ def _read_zero(
     """Stages 1 to 3; `parts` are the optimizers of the ranks, in order."""
     first, shapes = parts[0], states[0]["param_shapes"]
     counts = first["partition_count"]
-    counts = {*counts} if isinstance(counts, list) else {counts}
+    counts = {*map(count, counts if isinstance(counts, list) else [counts])}
     if counts != {len(parts)}:
         raise CheckpointError(
             f"has the optimizers of {len(parts)} ranks, and was written by {max(counts)}"
@@ -380,17 +424,33 @@ def _read_zero(
             vector = [rank[number] for rank in of_ranks]
             if any(one is not None for one in vector):
                 found.pieces[kind] |= _in_turn(order, vector)
-    found.shapes = {name: [*shape] for group in shapes for name, shape in group.items()}
-    frozen = states[0].get("frozen_param_shapes") or {}
-    for name, shape in frozen.items():
-        found.shapes[name] = [*shape]
-        held = [one["frozen_param_fragments"][name].view(-1) for one in states]
-        found.pieces[MASTER][name] = [*_cut(held, 0, math.prod(shape))]
+    found.shapes = _shapes(shapes)
+
+
+def _shapes(groups: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    return {name: [*map(count, shape)] for group in groups for name, shape in group.items()}
+
+
+def _add_frozen(
+    found: ForeignCheckpoint, states: Sequence[Mapping[str, Any]], module: Mapping[str, Tensor]
+) -> None:
+    """Add what the optimizer does not have: stages 2 and 3 save it apart, stage 1 in the model."""
+    shapes = states[0].get("frozen_param_shapes")
+    if shapes is not None:
+        names = {name: [*map(count, shape)] for name, shape in shapes.items()}
+        held = {name: [one["frozen_param_fragments"][name] for one in states] for name in names}
+    else:
+        trained = {*found.shapes, *(states[0].get("shared_params") or {})}
+        names = {name: [*value.shape] for name, value in module.items() if name not in trained}
+        held = {name: [module[name]] for name in names}
+    for name, shape in names.items():
+        found.shapes[name] = shape
+        found.pieces[MASTER][name] = [*_cut(held[name], 0, math.prod(shape))]
 
 
 def _stage(state: Mapping[str, Any]) -> int:
     """The stage by DeepSpeed's enumeration; its optimizer of stage 1 in bf16 does not say it."""
-    return getattr(state.get("zero_stage"), "args", (1,))[0]
+    return count(getattr(state.get("zero_stage"), "args", (1,))[0])
 
 
 def _members(
@@ -400,28 +460,28 @@ def _members(
     return [[name for one in group["params"] for name in shapes[one]] for group in groups]
 
 
-def _read_universal(
-    found: ForeignCheckpoint, shapes: Sequence[Mapping[str, Sequence[int]]]
-) -> None:
+def _read_universal(found: ForeignCheckpoint, state: Mapping[str, Any]) -> None:
     """A folder of DeepSpeed's ds_to_universal, which has a file of each weight and kind."""
     zero = found.folder / "zero"
     common = _load(zero / "optimizer_state.pt")
-    found.stage, found.groups = _stage(common), common["param_groups"]
-    found.members = _members(found.groups, shapes)
-    found.shapes = {name: [*shape] for group in shapes for name, shape in group.items()}
+    with as_laid_out(found.folder):
+        shapes = state["param_shapes"]
+        found.stage, found.groups = _stage(common), common["param_groups"]
+        found.members, found.shapes = _members(found.groups, shapes), _shapes(shapes)
+        base = common.get("optimizer_state_dict") or {"state": {}}  # of stage 3
+        states = [*base["state"].values()]
+        if odd := next((n for n in found.shapes if not re.fullmatch(r"\w[\w.-]{0,300}", n)), None):
+            raise CheckpointError(f"has a weight {shown(odd)}, which names no folder")
     found.pieces = {kind: {} for kind in (MASTER, *ADAM)}
-    base = common.get("optimizer_state_dict") or {"state": {}}  # of stage 3
-    states = [*base["state"].values()]
     for name in found.shapes:
-        if not re.fullmatch(r"\w[\w.-]{0,300}", name):
-            raise CheckpointError(f"has a weight {shown(name)}, which names no folder")
-        for kind in found.pieces:
-            value = load_pickle(zero / name / f"{kind}.pt")
-            value = value["param"] if isinstance(value, Mapping) else value
-            found.pieces[kind][name] = [value.view(-1)]
+        for kind, pieces in found.pieces.items():
+            value = load_pickle(file := zero / name / f"{kind}.pt")
+            with as_laid_out(file):
+                pieces[name] = [(value["param"] if isinstance(value, Mapping) else value).view(-1)]
         if disk.exists(step := zero / name / "step.pt"):
             states.append({"step": load_pickle(step)})
-    _read_updates(found, [states])
+    with as_laid_out(found.folder):
+        _read_updates(found, [states])
 
 
 def _in_turn(
@@ -432,6 +492,7 @@ def _in_turn(
     for name, shape, gap in order:
         yield name, [*_cut(vector, start, math.prod(shape))]
         start += math.prod(shape) + gap
+    _require_used(start, vector, 2 * len(vector))
 
 
 def _of_shards(
@@ -444,6 +505,15 @@ def _of_shards(
         held = [view for rank in of_ranks for view in _cut(rank, start, share)]
         yield name, [*_cut(held, 0, math.prod(shape))]
         start += share
+    for rank in of_ranks:
+        _require_used(start, rank, 1)
+
+
+def _require_used(end: int, vector: Sequence[Tensor], alignment: int) -> None:
+    """Raise CheckpointError unless the vector ends behind its weights, but for padding."""
+    numbers = sum(part.numel() for part in vector)
+    if numbers - end >= alignment:
+        raise CheckpointError(f"has {numbers - end} numbers of no weight behind {end} of weights")
 
 
 def _cut(vector: Sequence[Tensor], start: int, length: int) -> Iterator[Tensor]:
@@ -498,7 +568,9 @@ def read_replicated(
             if kind in moments.get(number, {}):
                 value = moments[number][kind]
                 if [*value.shape] != found.shapes[name]:
-                    raise CheckpointError(f"has {kind} number {number} not of the shape of {name}")
+                    raise CheckpointError(
+                        f"has {kind} number {number} not of the shape of {shown(name)}"
+                    )
                 found.pieces[kind][name] = [value.view(-1)]
 
 

@@ -22,7 +22,7 @@ from minimind.config.parse import parse_flags
 from minimind.config.paths import shell_word
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.engine.state import MASTER
-from minimind.errors import CheckpointError
+from minimind.errors import CheckpointError, UsageError
 from minimind.interop.deepspeed_checkpoint import ForeignCheckpoint
 from minimind.interop.foreign_config import ShapeFlags, check_flags
 from minimind.interop.job import CONFIG
@@ -49,8 +49,10 @@ def model_of_run(
     or of the one above it; without one `flags` give the shape.
     """
     places = [config] if config else [found.folder, found.folder.parent]
-    folders = [place if disk.is_dir(place) else place.parent for place in places]
-    path = next((one for one in folders if disk.exists(one / CONFIG)), found.file)
+    folders = [place.parent if place.name == CONFIG else place for place in places]
+    path = next((one for one in folders if disk.is_file(one / CONFIG)), found.file)
+    if config and path == found.file:
+        raise UsageError(f"--model_config {config}: is no {CONFIG} nor a folder with one; name it")
     models = {}
     for kind in (MASTER, *found.kinds):
         dtypes = dict.fromkeys(found.shapes, torch.float32)
@@ -179,7 +181,7 @@ def _summary(
     flags = {} if found.optimizer == "adamw" else {"optimizer": found.optimizer}
     flags |= {name: lr[name] for name in ("learning_rate", "weight_decay", "grad_clip")}
     flags |= dict(zip(("beta1", "beta2"), lr["betas"], strict=True))
-    of_muon = next((group for group in found.groups if group["use_muon"]), None)
+    of_muon = next((group for group in found.groups if group.get("use_muon")), None)
     if of_muon:
         rate = of_muon.get("initial_lr", of_muon.get("lr"))
         flags |= {"muon_lr": rate, "muon_momentum": of_muon.get("momentum")}
@@ -204,12 +206,18 @@ def _lost(found: ForeignCheckpoint) -> Iterator[tuple[str, str]]:
     yield "schedule", f"--schedule, --warmup_steps, --max_steps, all counted from step 0{rate}"
     rows = f"{found.rows / max(1, found.step):g} until now: " if found.rows else ""
     yield "rows per step", f"{rows}{batch}"
-    if found.is_half:
-        yield "weights in float32", "begin at those of the file, which has them in float16"
+    if found.low_precision:
+        yield "weights in float32", f"begin at those of the file, some in {found.low_precision}"
     if "dtype" in found.unknown:
         yield "dtype", "--dtype; MiniMind's has float32 weights and low-precision products"
     if (eps := group.get("eps", 1e-8)) != 1e-8 and found.optimizer == "adamw":
         yield f"eps {eps:g}", "1e-08, or an optimizer block of a DeepSpeed file (--allow_change lr)"
+    if found.optimizer == "adamw" and found.is_coupled and group.get("weight_decay"):
+        yield "decay in the gradient (Adam)", "apart from it (AdamW)"
+    if group.get("bias_correction") is False:
+        yield "moments without bias correction", "with it"
+    if group.get("nesterov") and found.optimizer == "sgd":
+        yield "momentum of Nesterov", "plain momentum"
     if others := found.decayed_otherwise:
         yield f"decay of {others} weights", "matrices decay, norms and biases do not"
     if len({one.get("lr") for one in found.groups}) > 1:

@@ -35,7 +35,6 @@ def read_minimind_resume(file: Path) -> ForeignCheckpoint:
             processes=count(state["world_size"]),
             unknown=("lr", "dtype"),
             has_schedule=True,
-            is_half=True,
         )
         read_replicated(found, module, state["optimizer"])
         found.groups = normalized(found.groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine.optimizers import parameter_groups
 from minimind.engine.plain_backend import PlainBackend
+from minimind.interop.deepspeed_checkpoint import read_deepspeed
 from minimind.interop.tensor_sources import open_tensors
 from minimind.interop.weights import read_checkpoint_weights
 from minimind.model.causal_lm import MiniMindForCausalLM
@@ -225,6 +228,74 @@ def test_the_command_that_is_printed_goes_on(
     assert steps == [4, 5, 6]
 
 
+@pytest.mark.launch
+def test_files_of_ranks_are_each_there_once_and_used_up(
+    written: Written, source: Path, tmp_path: Path
+):
+    place = written(2, FEW)
+    first, second = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
+
+    def without_a_weight(folder: Path) -> None:
+        for file in folder.glob("*model_states.pt"):
+            state = torch.load(file, weights_only=False)
+            state["param_shapes"][0].popitem()
+            torch.save(state, file)
+
+    faults: dict[str, Callable[[Path], object]] = {
+        "one is missing": lambda folder: (folder / second).unlink(),
+        "both are missing": lambda folder: [file.unlink() for file in folder.glob("*optim*")],
+        "the first is missing": lambda folder: (folder / first).unlink(),
+        "one is of another rank": lambda folder: (folder / second).rename(
+            folder / second.replace("1", "2")
+        ),
+        "one is there twice": lambda folder: shutil.copy(
+            folder / first, (folder / second).rename(folder / f"bf16_{first}")
+        ),
+        "a vector is longer than its weights": without_a_weight,
+    }
+    for what, change in faults.items():
+        copy = shutil.copytree(place / "2f", tmp_path / what)
+        change(copy / "global_step3")
+        assert import_run(copy, source, tmp_path / "run") == 4, what
+    copy = shutil.copytree(place / "3b", tmp_path / "stage 3")
+    without_a_weight(copy / "global_step3")
+    assert import_run(copy, source, tmp_path / "run") == 4
+
+
+@pytest.mark.launch
+def test_a_frozen_weight_of_stage_1_is_that_of_the_model(
+    written: Written, source: Path, tmp_path: Path
+):
+    """There DeepSpeed saves it with the model alone."""
+    place = shutil.copytree(written(2, FEW) / "1f", tmp_path / "frozen")
+    folder, name = place / "global_step3", "model.embed_tokens.weight"
+    state = torch.load(folder / MODEL_FILE, weights_only=False)
+    size = state["param_shapes"][0].pop(name).numel()
+    value = state["module"][name]
+    torch.save(state, folder / MODEL_FILE)
+    files = sorted(folder.glob("*optim_states.pt"))
+    ranks = [torch.load(file, weights_only=False) for file in files]
+    optimizers = [rank["optimizer_state_dict"] for rank in ranks]
+    holders = [(one["single_partition_of_fp32_groups"], 0) for one in optimizers]
+    for kind in ("exp_avg", "exp_avg_sq"):
+        holders += [(one["base_optimizer_state"]["state"][0], kind) for one in optimizers]
+    for pair in (holders[0:2], holders[2:4], holders[4:6]):
+        rest = torch.cat([holder[key] for holder, key in pair])[size:].chunk(2)
+        for (holder, key), part in zip(pair, rest, strict=True):
+            holder[key] = part.clone()
+    for one in optimizers:
+        one["param_alignment_paddings"][0].pop(0)
+    for file, rank in zip(files, ranks, strict=True):
+        torch.save(rank, file)
+    assert import_run(place, source, tmp_path / "run") == 0
+    contents, after = contents_of(tmp_path / "run"), torch.load(place / "after.pt")
+    assert torch.equal(contents.read("fp32", name), value)
+    assert not contents.read("exp_avg", name).any()
+    assert torch.equal(contents.read("exp_avg", NORM), after["exp_avg"][NORM])
+    mlp = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(contents.read("exp_avg_sq", mlp), after["exp_avg_sq"][mlp])
+
+
 # --- other models and optimizers ----------------------------------------------------------------
 
 
@@ -285,6 +356,70 @@ def test_the_optimizer_is_told_by_its_state(
     contents = contents_of(tmp_path / "run")
     assert contents.kinds == ["fp32", *kinds]
     assert contents.manifest["identity"]["lr"]["optimizer"] == name
+
+
+def test_what_the_files_say_of_precision_rate_and_decay(source: Path, tmp_path: Path):
+    state = state_of(source)
+    place = made(tmp_path / "step", source, state)
+    assert read_deepspeed(place).low_precision is None
+    assert read_deepspeed(place).peak == RATE
+    assert not read_deepspeed(place).is_coupled
+    # A model in bf16 without a block bf16, and so without float32 weights.
+    state["module"] = {name: value.bfloat16() for name, value in state["module"].items()}
+    state["lr_scheduler"] = {"last_batch_iteration": 0}
+    state["ds_config"] = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5, "adam_w_mode": False}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}},
+    }
+    torch.save(state, place / MODEL_FILE)
+    found = read_deepspeed(place)
+    assert (found.dtype, found.low_precision) == ("bfloat16", "bfloat16")
+    assert (found.peak, found.is_coupled, found.grad_clip) == (0.25, True, 0.0)
+    # As at stage 0 in fp16, of which DeepSpeed saves no hysteresis.
+    scaler = {"cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": 1}
+    state["optimizer"] = {"optimizer_state_dict": state["optimizer"], **scaler}
+    torch.save(state | {"ds_config": "ds.json"}, place / MODEL_FILE)
+    found = read_deepspeed(place)
+    assert found.scaler == {**scaler, "cur_hysteresis": 1}
+    assert (found.grad_clip, found.unknown) == (None, ("lr",))
+
+
+def test_a_universal_folder_is_read(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """As ds_to_universal lays it out; a tag of Lightning's, and the line end of Windows."""
+    state = state_of(source)
+    optimizer, names = state["optimizer"], [*state["module"]]
+    state["param_shapes"] = [{name: value.shape for name, value in state["module"].items()}]
+    above = tmp_path / "above"
+    folder = made(above / "epoch=1-step=3", source, {**state, "optimizer": None})
+    (above / "latest_universal").write_bytes(b"epoch=1-step=3\r\n")
+    for number, name in enumerate(names):
+        (folder / "zero" / name).mkdir(parents=True)
+        held = {"fp32": state["module"][name], **optimizer["state"][number]}
+        for kind in KINDS:
+            torch.save({"param": held[kind]}, folder / "zero" / name / f"{kind}.pt")
+        torch.save(held["step"], folder / "zero" / name / "step.pt")
+    (group,) = optimizer["param_groups"]
+    groups = {"param_groups": [{**group, "params": [0]}]}
+    torch.save(groups, folder / "zero" / "optimizer_state.pt")
+    assert import_run(above, source, tmp_path / "run") == 0
+    contents = contents_of(tmp_path / "run")
+    moment = optimizer["state"][names.index(NORM)]["exp_avg"]
+    assert torch.equal(contents.read("exp_avg", NORM), moment)
+    assert contents.state["optimizer_step"] == 1
+    (folder / "zero" / NORM / "exp_avg.pt").unlink()
+    capsys.readouterr()
+    assert import_run(above, source, tmp_path / "other") == 4
+    assert capsys.readouterr().err.count(str(folder)) == 1
+
+
+def test_a_configuration_of_another_name_is_not_replaced(source: Path, tmp_path: Path):
+    place = made(tmp_path / "step", source, state_of(source))
+    shutil.copy(source / "config.json", tmp_path)
+    for name in ("llama.json", "config.json/config.json"):
+        assert import_run(place, source, tmp_path / "run", "--model_config", tmp_path / name) == 2
+    assert import_run(place, source, tmp_path / "run", "--model_config", tmp_path) == 0
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -390,6 +525,21 @@ STATES: dict[str, Callable[[Any], None]] = {
     "a schedule at a step that is text": changed(
         "lr_scheduler", value={"last_batch_iteration": "9"}
     ),
+    "an infinite count of updates": changed("optimizer", "state", 0, "step", value=math.inf),
+    "a weight whose name is a number": lambda state: state["module"].update(
+        {3: state["module"].pop(NORM)}
+    ),
+    "weights of float64": lambda state: state["module"].update(
+        {name: value.double() for name, value in state["module"].items()}
+    ),
+    "a count of 2^40 lists": changed(
+        "global_steps", value=reduce(lambda a, _: [a, a], range(40), 0)
+    ),
+    **{
+        f"a group with {key}": changed("optimizer", "param_groups", 0, key, value=0.5)
+        for key in ("max_coeff", "momentum_decay")
+    },
+    "a group of RAdam": changed("optimizer", "param_groups", 0, "amsgrad", is_gone=True),
     "groups that are text": changed("optimizer", "param_groups", value="text"),
 }
 # Names as `module name` of the opcode GLOBAL, each given the argument MARK.
@@ -457,6 +607,12 @@ def test_damaged_and_hostile_files_are_refused_and_run_nothing(
         change(state)
         torch.save(state, file)
         contents[what] = file.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        squeezed = io.BytesIO()
+        with zipfile.ZipFile(squeezed, "w", zipfile.ZIP_DEFLATED) as other:
+            for name in archive.namelist():
+                other.writestr(name, archive.read(name))
+    contents["compressed"] = squeezed.getvalue() + bytes(len(whole))  # as large as it unpacks to
     assert len(contents) > 200
     for what, content in contents.items():
         file.write_bytes(content)
