@@ -145,12 +145,12 @@ FACTS = {
     "DeepSpeed": Fact(
         r"[dD]eep[sS]peed (\d+\.\d+\.\d+)",
         lambda: versions("constraints.txt")["deepspeed"],
-        ("install.md", "memory.md"),
+        ("install.md", "install_zh.md", "memory.md"),
     ),
     "Accelerate": Fact(
         r"[aA]ccelerate (\d+\.\d+\.\d+)",
         lambda: versions("constraints.txt")["accelerate"],
-        ("install.md",),
+        ("install.md", "install_zh.md"),
     ),
     "number of flags": Fact(r"\b(\d{3}) flags\b", lambda: str(len(FLAGS)), ()),
 }
@@ -207,15 +207,16 @@ def test_the_memory_of_a_preset_is_that_of_the_plan(page: str, heading: str):
         assert float(number) == pytest.approx(scale * billions, rel=0.06)
 
 
-def test_the_versions_of_the_page_are_those_of_the_files():
-    text = re.sub(r"\s+", " ", PAGES["install.md"])
+@pytest.mark.parametrize("page", ["install.md", "install_zh.md"])
+def test_the_versions_of_the_page_are_those_of_the_files(page: str):
+    text = re.sub(r"\s+", " ", PAGES[page])
     tested = versions("constraints.txt")
     named = re.findall(r"\b(torch|transformers|accelerate|deepspeed) (\d+\.\d+\.\d+)", text)
     assert {name: tested[name] for name, _ in named} == dict(named)
     assert len(named) == 4
     assert f"'torch=={tested['torch']}'" in text
     oldest, newest = versions("constraints-oldest.txt"), versions("constraints-newest.txt")
-    bounds = re.findall(r"\b(torch|transformers) (\d+\.\d+) to (\d+\.\d+)", text)
+    bounds = re.findall(r"\b(torch|transformers) (\d+\.\d+) (?:to|到) (\d+\.\d+)", text)
     assert len(bounds) == 2
     for name, first, last in bounds:
         assert oldest[name].startswith(f"{first}.")
@@ -224,7 +225,10 @@ def test_the_versions_of_the_page_are_those_of_the_files():
     assert set(re.findall(r"\b3\.\d\d\b", text.partition("## ")[0])) == set(classified)
 
 
-def test_every_extra_has_a_row():
-    table = rows(PAGES["install.md"], "## Extras")
+@pytest.mark.parametrize(
+    ("page", "heading"), [("install.md", "## Extras"), ("install_zh.md", "## 可选依赖")]
+)
+def test_every_extra_has_a_row(page: str, heading: str):
+    table = rows(PAGES[page], heading)
     named = [name for cells in table for name in re.findall(r"`(\w+)`", cells[0])]
     assert sorted(named) == sorted(PYPROJECT["optional-dependencies"])

@@ -105,7 +105,7 @@ def test_what_is_called_a_field_of_the_trainer_is_one():
     assert named - fields == set()  # which lies in accelerator_config
 
 
-@pytest.mark.parametrize("name", ["index", "troubleshooting", "faq"])
+@pytest.mark.parametrize("name", ["install", "index", "tutorial", "faq", "troubleshooting"])
 def test_both_languages_have_the_same_parts_flags_and_links(name: str):
     texts = [PAGES[f"{name}.md"], PAGES[f"{name}_zh.md"]]
     for pattern in (r"^## ", r"`(--[a-z_-]+)", r"\]\(([a-z_]+)\.md", r"^\|", r"^- ", r"^\d\. "):
