@@ -57,7 +57,7 @@ def test_every_make_target_named_exists():
 def test_the_chinese_one_has_all_that_this_one_has():
     assert CHINESE.count("\n## ") == README.count("\n## ")
     for pattern in (r"`(--[a-z_-]+)", r"\]\(([\w/.]+)\)", r"`(make [a-z-]+)`", r"^\|", r"^```"):
-        texts = (README, CHINESE.replace("_zh.md", ".md"))  # the same page in Chinese
+        texts = (text.replace("_zh.md", ".md") for text in (README, CHINESE))  # the same page
         counted = [Counter(re.findall(pattern, text, re.MULTILINE)) for text in texts]
         assert not counted[0] - counted[1], pattern
     for block in README.split("```")[1::2]:
