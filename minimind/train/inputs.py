@@ -8,8 +8,9 @@ from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
 from minimind.config.deepspeed.document import read_deepspeed_json
-from minimind.config.deepspeed.key_checks import key_faults, normalize_config
+from minimind.config.deepspeed.key_checks import Fault, key_faults, normalize_config
 from minimind.config.deepspeed.resolve import require_none
+from minimind.config.deepspeed.rules import precision_faults
 from minimind.config.flags import DEFAULT_DATA
 from minimind.config.names import no_run, not_there
 from minimind.config.parse import config_file
@@ -34,10 +35,14 @@ def require_inputs(run: RunConfig) -> None:
     Milliseconds, and no torch: the start itself reads everything else, and what URLs hold.
     """
     require_resume_path(run)
+    faults: list[Fault] = []
     if run.deepspeed_config not in (None, "none"):
         path = run.deepspeed_config
         config = normalize_config(read_deepspeed_json(path, run.sources["deepspeed_config"]))
-        require_none(key_faults(config, path))
+        faults += key_faults(config, path)
+    if "auto" not in (run.device, run.dtype):
+        faults += precision_faults(run, run.device)
+    require_none(faults)
     if run.hugging_face is not None:
         config_file(run.hugging_face)
     _require_init_from(run)

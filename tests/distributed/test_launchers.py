@@ -886,6 +886,7 @@ MISTAKES = {
     "--deepspeed_config ds.json": "2 ds.json: zero_optimization.stge is not a key of DeepSpeed",
     "--deepspeed_config gone.json": "2 --deepspeed_config gone.json: no such DeepSpeed JSON",
     "--resume gone": "4 --resume gone: there is no such file or directory in ",
+    "--device cpu --dtype float16": "2 dtype = float16 (--dtype) needs a GPU;",
 }
 
 
