@@ -58,16 +58,30 @@ class Record:
         self.state = state
 
 
+# Members of DeepSpeed's ZeroStageEnum, from 0.
+STAGES = ("disabled", "optimizer_states", "gradients", "weights")
+
+
+def member(enumeration: Any, name: Any) -> Record:
+    """A stage by its name: how Python before 3.11.4 writes a member of an enumeration."""
+    if enumeration is not Record or type(name) is not str or name not in STAGES:
+        raise ValueError("it names an attribute that is no stage of ZeRO")
+    return Record(STAGES.index(name))
+
+
 # Classes of DeepSpeed in these files.
-RECORDS: Mapping[str, Any] = dict.fromkeys(
-    (
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.utils.tensor_fragment.fragment_address",
+RECORDS: Mapping[str, Any] = {
+    **dict.fromkeys(
+        (
+            "deepspeed.runtime.zero.config.ZeroStageEnum",
+            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+            "deepspeed.utils.tensor_fragment.fragment_address",
+        ),
+        Record,
     ),
-    Record,
-)
+    "builtins.getattr": member,
+}
 
 
 @dataclass

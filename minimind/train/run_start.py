@@ -333,9 +333,8 @@ def data_notes(context: RunContext) -> list[str]:
             way_out = f"give --val_fraction {fraction:g}, or --val_path"
         if text.folder:
             way_out = "prepare it with a larger --val_fraction, or a --val_path"
-        notes.append(
-            f"warning  no validation: no row of the {documents:,} documents is held out; {way_out}"
-        )
+        what = "the document" if documents == 1 else f"the {documents:,} documents"
+        notes.append(f"warning  no validation: no row of {what} is held out; {way_out}")
     if text.folder is None:
         from minimind.data.text.inputs import left_out_of
 

@@ -295,7 +295,7 @@ def test_the_moments_of_another_optimizer_are_refused_by_name(run: Path, flags: 
         train(muon)
     with pytest.raises(
         CheckpointError,
-        match=r"has exp_avg and exp_avg_sq of model\.layers.* here needs momentum_buffer; give",
+        match=r"has exp_avg and exp_avg_sq of model\.layers.* here needs momentum_buffer; use",
     ):
         train(muon, allow_change="lr")
 
@@ -304,7 +304,7 @@ def test_moments_of_which_only_some_are_needed_are_refused(
     run: Path, flags: dict[str, Any], tmp_path: Path
 ):
     lion = {**flags, "optimizer": "lion", "deepspeed_config": "none", "allow_change": "lr"}
-    with pytest.raises(CheckpointError, match=r"exp_avg and exp_avg_sq of .* needs exp_avg; give"):
+    with pytest.raises(CheckpointError, match=r"exp_avg and exp_avg_sq of .* needs exp_avg; use"):
         train({**lion, "out_dir": str(run)})
     own = {**lion, "out_dir": str(tmp_path / "lion"), "resume": "none"}
     assert train(own, stop_at_step=2) == 75

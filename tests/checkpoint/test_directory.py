@@ -75,7 +75,7 @@ def damage_bit(file: Path) -> None:
         ("manifest.json", damage_bit, "manifest"),
         ("manifest.json", lambda f: f.write_bytes(f.read_bytes()[:-9]), "not JSON"),
         ("manifest.json", lambda f: f.unlink(), "cannot be read"),
-        ("manifest.json", lambda f: f.write_text("[]"), "no JSON object"),
+        ("manifest.json", lambda f: f.write_text("[]"), "is not a JSON object"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(tmp_path, name, harm, report):

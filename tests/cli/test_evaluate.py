@@ -198,7 +198,7 @@ def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]
     ("words", "status", "message"),
     [
         ("--data_path MIXED", 2, "no RUN is given; name"),
-        ("--checkpoint RUN --model RUN --data_path MIXED", 2, "both were given; give one"),
+        ("--checkpoint RUN --model RUN --data_path MIXED", 2, "both were given of --checkpoint"),
         ("--model RUN --data_path MIXED", 2, "belongs to a training run; give it as --checkpoint"),
         ("--model A --data_path MIXED", 4, "right name), not a file of torch.save"),
         ("--checkpoint RUN --data_path nowhere.jsonl", 3, "nowhere.jsonl"),

@@ -288,7 +288,7 @@ def test_rows_that_the_same_text_does_not_make(only: Path):
     assert resume_order(order, Resumed(at, only, manifest=manifest)) == order
     for rows in (2**53, manifest["rows"] + 1):
         forged = Resumed(at, only, manifest={**manifest, "rows": rows})
-        with pytest.raises(CheckpointError, match=rf"manifest\.json: has {rows:,} rows, and the"):
+        with pytest.raises(CheckpointError, match=rf"manifest\.json: has {rows:,} rows, but the"):
             resume_order(order, forged)
 
 

@@ -30,7 +30,8 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine.optimizers import parameter_groups
 from minimind.engine.plain_backend import PlainBackend
-from minimind.interop.deepspeed_checkpoint import read_deepspeed
+from minimind.errors import CheckpointError
+from minimind.interop.deepspeed_checkpoint import load_pickle, read_deepspeed
 from minimind.interop.tensor_sources import open_tensors
 from minimind.interop.weights import read_checkpoint_weights
 from minimind.model.causal_lm import MiniMindForCausalLM
@@ -566,13 +567,45 @@ def pickled(call: str, name: str, mark: Path) -> bytes:
     """A file of torch.save whose pickle would touch `mark`."""
     text = f"touch {mark}".encode()
     module, _, last = name.partition(" ")
-    of = CALLS[call](f"{module}\n{last}\n".encode(), len(text).to_bytes(4, "little") + text)
+    return packed(
+        CALLS[call](f"{module}\n{last}\n".encode(), len(text).to_bytes(4, "little") + text)
+    )
+
+
+def packed(pickle: bytes) -> bytes:
+    """The file of torch.save with this pickle."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02" + of)
+        archive.writestr("archive/data.pkl", b"\x80\x02" + pickle)
         archive.writestr("archive/version", b"3\n")
         archive.writestr("archive/byteorder", b"little")
     return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "of_python",
+    [
+        b"cdeepspeed.runtime.zero.config\nZeroStageEnum\nK\x02\x85R.",
+        b"c__builtin__\ngetattr\ncdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+        b"X\x09\x00\x00\x00gradients\x86R.",  # before 3.11.4
+    ],
+    ids=["by value", "by name"],
+)
+def test_a_stage_is_read_as_each_python_writes_it(of_python: bytes, tmp_path: Path):
+    file = tmp_path / "stage.pt"
+    file.write_bytes(packed(of_python))
+    assert load_pickle(file).args == (2,)
+
+
+@pytest.mark.parametrize("name", ["__class__", "__init__", "value", "args"])
+def test_another_attribute_of_an_enumeration_is_refused(name: str, tmp_path: Path):
+    text = name.encode()
+    file = tmp_path / "stage.pt"
+    enumeration = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+    of_name = b"X" + len(text).to_bytes(4, "little") + text
+    file.write_bytes(packed(b"c__builtin__\ngetattr\n" + enumeration + of_name + b"\x86R."))
+    with pytest.raises(CheckpointError, match="no stage of ZeRO"):
+        load_pickle(file)
 
 
 def flipped(content: bytes, seed: int) -> bytes:

@@ -435,11 +435,11 @@ def test_gguf_input_is_rejected(kind, place, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flag", "named"),
     [
-        (("--n_heads", "8"), "--n_heads 8 is not the num_attention_heads = 4"),
-        (("--n_kv_heads", "4"), "--n_kv_heads 4 is not the num_key_value_heads = 2"),
-        (("--rope_theta", "7"), "--rope_theta 7.0 is not the rope_theta = 10000.0"),
-        (("--norm_eps", "1e-3"), "--norm_eps 0.001 is not the rms_norm_eps = 1e-05"),
-        (("--max_seq_len", "65"), "--max_seq_len 65 is not the max_position_embeddings = 64"),
+        (("--n_heads", "8"), "--n_heads 8 differs from num_attention_heads = 4"),
+        (("--n_kv_heads", "4"), "--n_kv_heads 4 differs from num_key_value_heads = 2"),
+        (("--rope_theta", "7"), "--rope_theta 7.0 differs from rope_theta = 10000.0"),
+        (("--norm_eps", "1e-3"), "--norm_eps 0.001 differs from rms_norm_eps = 1e-05"),
+        (("--max_seq_len", "65"), "--max_seq_len 65 differs from max_position_embeddings = 64"),
     ],
 )
 def test_flag_that_contradicts_a_configuration_is_rejected(

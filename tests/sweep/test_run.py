@@ -192,7 +192,7 @@ def test_a_second_sweep_in_the_folder_is_refused(tmp_path: Path, corpus: Path, c
     path, out = write_sweep(tmp_path, flags=flags_of(corpus)), tmp_path / "out"
     with lock_out_dir(out):
         assert main(["sweep", str(path), "--out_dir", str(out)]) == 8
-    assert f"out {out} is in use by process {os.getpid()}" in capsys.readouterr().err
+    assert f"out_dir {out} is in use by process {os.getpid()}" in capsys.readouterr().err
 
 
 def test_a_folder_in_which_a_sweep_has_just_begun_is_in_use_and_not_foreign(

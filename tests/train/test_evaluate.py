@@ -197,7 +197,7 @@ def test_a_run_that_is_not_validated_says_so(tmp_path, capsys):
     flags = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 8}
     flags |= {"batch_size": 4, "device": "cpu", "deepspeed_config": "none", "max_steps": 1}
     flags |= {"vocab_size": 512, "cache_dir": str(tmp_path / "cache")}
-    warning = "warning no row of 1 documents is held out, so the run is not validated"
+    warning = "warning no validation: no row of the document is held out; give"
     for fraction, is_said in ((0.01, True), (0.0, False)):
         out_dir = str(tmp_path / f"out-{fraction}")
         words = {"data_path": [str(tmp_path / "book.txt")], "val_fraction": fraction}

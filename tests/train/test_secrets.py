@@ -169,7 +169,7 @@ def test_a_file_that_a_run_wrote_is_refused_where_its_secret_is_missing(tmp_path
     assert configuration(resolved)["comet"]["api_key"] == CANARY
     write_reference(tmp_path, resolved)
     document = json.loads((tmp_path / "ds_config.resolved.json").read_text())
-    with pytest.raises(UsageError, match=r'comet.api_key is "\*\*\*", as a run writes it'):
+    with pytest.raises(UsageError, match=r'comet.api_key is "\*\*\*", which a run writes'):
         resolve(document, "ds.json", resolved.run, 1, "cpu")
     del document["comet"]
     resolve(document, "ds.json", resolved.run, 1, "cpu")

@@ -283,7 +283,7 @@ def _load(path: Path, content: bytes) -> tokenizers.Tokenizer:
         with panics_caught():
             loaded = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception
-        refuse(path, f"no tokenizer of Hugging Face ({error})", error)
+        refuse(path, f"not a tokenizer of Hugging Face ({error})", error)
     loaded.no_truncation()
     loaded.no_padding()
     if getattr(loaded.model, "dropout", None):

@@ -305,7 +305,7 @@ def _templates_by_name(path: Path, value: Any) -> dict[str, str]:
         if all(isinstance(text, str) for text in (*value, *value.values())):
             return value
     what = 'neither a text nor a list of {"name": ..., "template": ...}'
-    refuse(path, f"no configuration of a tokenizer (its {TEMPLATE_KEY} is {what})")
+    refuse(path, f"not a configuration of a tokenizer (its {TEMPLATE_KEY} is {what})")
 
 
 def _read_template(path: Path) -> str:
@@ -339,7 +339,7 @@ def parse_object(path: Path, content: bytes) -> dict[str, Any]:
         kind = kind_of_content(content, JSON_TEXT)
         refuse(path, f"{kind}, not JSON" if kind else f"not JSON ({error})", error)
     if not isinstance(parsed, dict):
-        refuse(path, "no JSON object")
+        refuse(path, "not a JSON object")
     if is_deeper(parsed, DEEPEST):
         refuse(path, f"nested deeper than {DEEPEST}")
     return parsed
