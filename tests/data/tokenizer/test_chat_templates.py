@@ -230,7 +230,10 @@ def test_tokens_have_the_names_of_the_configuration(kind: str, models: Any, tmp_
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"config": 7}, "tokenizer_config.json: is no configuration of a tokenizer (its chat_te"),
+        (
+            {"config": 7},
+            "tokenizer_config.json: is not a configuration of a tokenizer (its chat_te",
+        ),
         ({"config": ["text"]}, "neither a text nor a list of"),
         ({"config": [{"name": "default"}]}, "neither a text nor a list of"),
         ({"config": [{"name": "default", "template": None}]}, "neither a text nor a list of"),
@@ -239,7 +242,7 @@ def test_tokens_have_the_names_of_the_configuration(kind: str, models: Any, tmp_
         ({"chat_template.jinja": "a" * (2**20 + 1)}, "cannot be read (larger than 1,048,576 byte"),
         (
             {"special_tokens_map.json": '{"chat_template": 7}'},
-            "special_tokens_map.json: is no configuration of a tokenizer (its chat_te",
+            "special_tokens_map.json: is not a configuration of a tokenizer (its chat_te",
         ),
         ({"tokenizer_config.json": "{"}, "tokenizer_config.json: is not JSON"),
         (

@@ -24,7 +24,9 @@ TEMPLATE = (
 @pytest.mark.parametrize("name", ON_LOADING)
 def test_one_that_cannot_be_loaded(tmp_path, name):
     folder = failing(tmp_path, ON_LOADING[name])
-    with pytest.raises(DataError, match=r"tokenizer\.json: is no tokenizer of Hugging Face \(.*; "):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json: is not a tokenizer of Hugging Face \(.*; "
+    ):
         load_tokenizer(folder)
 
 
