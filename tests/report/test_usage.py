@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -44,13 +45,16 @@ def test_the_other_ranks_of_the_host_are_counted_until_they_are_gone(
     with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) as other:
         assert other.stdout
         other.stdout.readline()
-        for rank, pid in enumerate((os.getpid(), other.pid, 2**22 + 1)):
-            heartbeat.register(heartbeat.this_worker(rank, pid))
+        for number, pid in enumerate((os.getpid(), other.pid, 2**22 + 1)):
+            heartbeat.register(heartbeat.this_worker(number, pid))
+        monkeypatch.setattr(usage.time, "perf_counter", iter([0.0, 1.0, 2.0]).__next__)
         used = usage.Usage(CPU)
-        alone = time.process_time()
-        time.sleep(0.5)
-        seconds = used.since_last()["cpu_percent"] * usage.usable_cores() / 100 * 0.5
-        assert seconds > time.process_time() - alone + 0.1
+        alone, rank = time.process_time(), psutil.Process(other.pid)
+        enough = sum(rank.cpu_times()[:2]) + 0.3
+        while sum(rank.cpu_times()[:2]) < enough:
+            time.sleep(0.02)
+        seconds = used.since_last()["cpu_percent"] * usage.usable_cores() / 100
+        assert seconds > time.process_time() - alone + 0.2
         other.kill()
     assert used.since_last()["cpu_percent"] >= 0.0
 
