@@ -112,7 +112,7 @@ class Import(Output):
         print(written.summary("as minimind in float32", weights.path, self.out))
 
     def _import_run(self, flags: ShapeFlags) -> str:
-        """Write a run that goes on from a training checkpoint; return what to print."""
+        """Write a run that resumes at a training checkpoint's step; return what to print."""
         from minimind.engine.state import MASTER
         from minimind.interop.deepspeed_checkpoint import read_deepspeed, step_folder
         from minimind.interop.foreign_run import import_run, model_of_run

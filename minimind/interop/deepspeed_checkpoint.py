@@ -65,7 +65,7 @@ STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 def member(enumeration: Any, name: Any) -> Record:
     """A stage by its name: how Python before 3.11.4 writes a member of an enumeration."""
     if enumeration is not Record or type(name) is not str or name not in STAGES:
-        raise ValueError("it names an attribute that is no stage of ZeRO")
+        raise ValueError("its enumeration has a member that is not a stage of ZeRO")
     return Record(STAGES.index(name))
 
 
@@ -102,7 +102,7 @@ class ForeignCheckpoint:
     groups: Sequence[Mapping[str, Any]] = ()  # of the optimizer: its numbers
     members: Sequence[Sequence[str]] = ()  # the weights of each group
     shapes: dict[str, list[int]] = field(default_factory=dict)
-    # By kind and weight, the views that follow one another in it.
+    # The views that make up a weight or a moment, by kind and by name of the weight.
     pieces: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
     updates: int | None = None  # that the optimizer counts
     has_schedule: bool = False  # the rate of a group is then not the peak
@@ -247,7 +247,7 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     with as_laid_out(file):
         version = state["ds_version"]
         if not PLAIN.fullmatch(version):
-            raise ValueError(f"{shown(version)} is no version")
+            raise ValueError(f"{shown(version)} is not a version")
         config = state["ds_config"]  # earlier versions keep the path of its file
         found = ForeignCheckpoint(
             folder,
@@ -343,8 +343,9 @@ def _require_intact(file: Path) -> None:
             if sum(entry.file_size for entry in archive.infolist()) > disk.stat(file).st_size:
                 raise CheckpointError("is damaged (it unpacks to more than its size)")
             if any(entry.compress_type for entry in archive.infolist()):
-                raise CheckpointError("is no file of torch.save (it is compressed)")
+                raise CheckpointError("is compressed, and torch.save does not compress")
             damaged = archive.testzip()
+    # zipfile raises each of these for some damage: of the directory, a method, a flag, a size.
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
         raise CheckpointError(f"is damaged ({shown(str(error))})") from error
     if damaged:
@@ -354,7 +355,7 @@ def _require_intact(file: Path) -> None:
 def count(value: Any) -> int:
     """The value, if it is a number of things; else ValueError."""
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f"{_brief(value)} is no count")
+        raise ValueError(f"{_brief(value)} is not a count")
     return value
 
 
@@ -369,7 +370,7 @@ def _is_number(value: Any) -> bool:
 
 
 def normalized(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What is used of the groups of an optimizer; ValueError for what is no number."""
+    """The settings of an optimizer's groups that are used; ValueError unless they are numbers."""
     return [*map(_numbers, groups)]
 
 
@@ -377,7 +378,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {key: group[key] for key in NUMBERS if key in group}
     betas = [*group["betas"]] if "betas" in group else []
     if bad := [one for one in (*kept.values(), *betas) if not _is_number(one)]:
-        raise ValueError(f"{_brief(bad[0])} is no number of an optimizer")
+        raise ValueError(f"{_brief(bad[0])} is not a setting of an optimizer")
     if len(betas) not in (0, 2):
         raise ValueError(f"{len(betas)} betas are not two")
     is_radam = "decoupled_weight_decay" in group and "betas" in group and "amsgrad" not in group

@@ -1,4 +1,4 @@
-"""A training checkpoint of other software as a run of ours that goes on from its step."""
+"""A run of ours from a training checkpoint of other software; it resumes at the same step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model_of_run(
     folders = [place.parent if place.name == CONFIG else place for place in places]
     path = next((one for one in folders if disk.is_file(one / CONFIG)), found.file)
     if config and path == found.file:
-        raise UsageError(f"--model_config {config}: is no {CONFIG} nor a folder with one; name it")
+        raise UsageError(f"--model_config {config}: is not a {CONFIG} or its folder; name one")
     models = {}
     for kind in (MASTER, *found.kinds):
         dtypes = dict.fromkeys(found.shapes, torch.float32)
@@ -68,7 +68,7 @@ def import_run(
     """Write the run, whose only checkpoint has the step of `found`; return what to print."""
     model = models[MASTER]
     if not isinstance(model.config, MiniMindConfig):
-        raise CheckpointError(f"{model.path}: is no model that the MiniMind decoder is")
+        raise CheckpointError(f"{model.path}: is not a model of the MiniMind decoder")
     model.set_special_ids(tokenizer)
     identity = _identity(found, model.config, tokenizer)
     rows = identity["batch"]["rows_per_step"]
@@ -132,7 +132,7 @@ def _parts(found: ForeignCheckpoint, models: Mapping[str, Weights]) -> Iterator[
 def _identity(
     found: ForeignCheckpoint, config: MiniMindConfig, tokenizer: Tokenizer
 ) -> dict[str, dict[str, Any]]:
-    """What the run that goes on has to have, by group of --allow_change, as far as it is known."""
+    """The settings that a resume compares, by group of --allow_change, where the file has them."""
     run = parse_flags([])
     run = run.with_values(Origin("the checkpoint", Rank.DATA), **shape_flags(config))
     row, group = OPTIMIZERS[found.optimizer], found.numbers
@@ -162,7 +162,7 @@ def _summary(
     size: int,
     identity: Mapping[str, Mapping[str, Any]],
 ) -> str:
-    """What was written, what could not be carried over, and the command that goes on."""
+    """A text: what was written, what is not carried over, and the command that resumes."""
     parameters = sum(math.prod(model.tensors.shapes[name]) for name in _weights(model))
     moments = " and ".join(found.kinds) or "no moments"
     lr, place = identity["lr"], shell_word(str(out))
@@ -174,9 +174,9 @@ def _summary(
         f" float32, {mebibytes(size)}",
         f"written by {found.software}: {', '.join(by)}",
         "",
-        aligned([("not carried over", "how the run goes on"), *_lost(found)], indent="  "),
+        aligned([("not carried over", "in the new run"), *_lost(found)], indent="  "),
         "",
-        "go on with",
+        "resume with",
     ]
     flags = {} if found.optimizer == "adamw" else {"optimizer": found.optimizer}
     flags |= {name: lr[name] for name in ("learning_rate", "weight_decay", "grad_clip")}

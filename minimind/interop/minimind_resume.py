@@ -23,7 +23,7 @@ def read_minimind_resume(file: Path) -> ForeignCheckpoint:
     """The checkpoint; its step is the updates of AdamW, as the loop counts micro-batches."""
     state = load_pickle(file)
     if type(state) is not dict or not {"model", "optimizer", "world_size"} <= {*state}:
-        raise CheckpointError(f"{file}: is no *_resume.pth of MiniMind; {REPLACE}")
+        raise CheckpointError(f"{file}: is not a *_resume.pth of MiniMind; {REPLACE}")
     with as_laid_out(file):
         module = dict(state["model"])
         if {HEAD, EMBEDDING} <= {*module} and torch.equal(module[HEAD], module[EMBEDDING]):

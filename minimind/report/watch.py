@@ -108,8 +108,10 @@ class LiveReport:
 
 
 def state_of(runs: Sequence[Run], now: float) -> dict[str, Any]:
-    """What goes on: a `kind` (waiting, running, failed or ended), a sentence, and the seconds
-    without a new event after which a run that goes on is told as `stale`."""
+    """The state of the runs: a `kind` (waiting, running, failed or ended) and its sentence.
+
+    `stale` is the number of seconds without a new event after which a running one is told so.
+    """
     last = [(run.outcomes(now) or [("waiting", "")])[-1] for run in runs]
     kinds = [kind for kind, _ in last]
     if "running" in kinds:

@@ -86,7 +86,7 @@ def folded(line: str, indent: int, columns: int) -> list[str]:
 def fitted(text: str, labels: int = 0) -> str:
     """Wrap the lines of a text to the screen, each below its text.
 
-    A command that goes on after a backslash stays as it is, for a shell to read.
+    A line that ends in a backslash, and the line after it, stay as they are: a shell reads them.
     labels: columns of the label that a line may have, with two blanks.
     """
     columns, found, is_command = screen_columns(), [], False

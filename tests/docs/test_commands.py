@@ -237,7 +237,7 @@ def run(command: str, place: Path) -> Ended:
                 if pressed and pressed[1] in line:
                     os.killpg(started.pid, signal.SIGINT)
                     pressed = None
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: the run has a session of its own
             os.killpg(started.pid, signal.SIGTERM)  # run_accelerate.sh hands it on
             raise
         finally:
