@@ -87,8 +87,23 @@ def check(run: RunConfig) -> RunConfig:
 
 def conflicts(run: RunConfig) -> Iterator[str]:
     """Yield one sentence per conflict between fields."""
-    for rule in RULES:
+    for rule in (*RULES, *INTERVALS):
         yield from rule(run)
+
+
+def with_epoch(run: RunConfig, steps: int) -> RunConfig:
+    """Replace intervals of "epoch" by the steps of one pass.
+
+    Raise UsageError if they rarely meet other intervals.
+    """
+    if not run.per_epoch:
+        return run
+    sources = run.sources
+    for name in run.per_epoch:
+        run = run.with_values(Origin(f"epoch, {sources[name]}", Rank.FLAG), **{name: steps})
+    if faults := [fault for rule in INTERVALS for fault in rule(run)]:
+        raise fault_error(faults)
+    return run
 
 
 def _by_attributes(run: RunConfig) -> Iterator[str]:
@@ -129,9 +144,14 @@ def _refusal(
     return {}
 
 
-def _rarely(run: RunConfig, interval: int) -> dict[str, int]:
-    """Steps between saves that an interval meets, unless it is a multiple or a divisor."""
-    saved = run.save_interval
+def _rarely(run: RunConfig, name: str) -> dict[str, int]:
+    """Steps between saves that an interval meets, unless it is a multiple or a divisor.
+
+    Nothing while one of them is "epoch", whose steps are not counted yet.
+    """
+    if {name, "save_interval"} & {*run.per_epoch}:
+        return {}
+    interval, saved = getattr(run, name), run.save_interval
     return {"steps": math.lcm(interval, saved)} if interval % saved and saved % interval else {}
 
 
@@ -254,6 +274,35 @@ DECODER_RULES: tuple[Rule, ...] = (
         "{n_heads} is not divisible by {n_kv_heads}; change one",
     ),
 )
+# Intervals that rarely meet.
+INTERVALS = (
+    Rule(
+        lambda run: run.keep_every and _rarely(run, "keep_every"),
+        "{keep_every} and {save_interval} meet only every {steps:,} steps; make keep_every a"
+        " multiple of save_interval",
+    ),
+    Rule(
+        lambda run: (
+            run.keep_best
+            and run.keep_best_by != VAL_LOSS
+            and run.eval_tasks_interval
+            and _rarely(run, "eval_tasks_interval")
+        ),
+        "{keep_best} compares checkpoints that have scores, and {save_interval} and"
+        " {eval_tasks_interval} meet only every {steps:,} steps; make one a multiple of the other",
+    ),
+    Rule(
+        lambda run: (
+            run.keep_best
+            and run.keep_best_by == VAL_LOSS
+            and run.eval_rows != 0
+            and (run.val_fraction or run.val_path)
+            and _rarely(run, "eval_interval")
+        ),
+        "{keep_best} compares checkpoints that are validated, and {save_interval} and"
+        " {eval_interval} meet only every {steps:,} steps; make one a multiple of the other",
+    ),
+)
 RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     Rule(lambda run: _refusal(run.allowed_changes), "{refusal}"),
     _encoding,
@@ -279,11 +328,17 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         "{spike_guard} goes back and skips rows, which {stages} does not support; give"
         " --max_rollbacks 0, or drop one of them",
     ),
-    # Intervals that rarely meet.
     Rule(
-        lambda run: run.keep_every and _rarely(run, run.keep_every),
-        "{keep_every} and {save_interval} meet only every {steps:,} steps; make keep_every a"
-        " multiple of save_interval",
+        lambda run: (
+            run.eval_at_start and (run.eval_rows == 0 or not (run.val_fraction or run.val_path))
+        ),
+        "{eval_at_start} has no validation to begin with; give --eval_rows and --val_fraction, or"
+        " {eval_at_start.drop}",
+    ),
+    Rule(
+        lambda run: run.stages and run.per_epoch and {"name": run.per_epoch[0]},
+        "--{name} epoch has no steps with {stages}, whose sources have no passes; give a number of"
+        " steps",
     ),
     Rule(
         lambda run: run.val_path and run.val_fraction and run.is_explicit("val_fraction"),
@@ -296,31 +351,10 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     Rule(
         lambda run: (
             run.keep_best
-            and run.keep_best_by != VAL_LOSS
-            and run.eval_tasks_interval
-            and _rarely(run, run.eval_tasks_interval)
-        ),
-        "{keep_best} compares checkpoints that have scores, and {save_interval} and"
-        " {eval_tasks_interval} meet only every {steps:,} steps; make one a multiple of the other",
-    ),
-    Rule(
-        lambda run: (
-            run.keep_best
             and run.keep_best_by == VAL_LOSS
             and (run.eval_rows == 0 or not (run.val_fraction or run.val_path))
         ),
         "{keep_best} has no validation to compare; give --eval_rows and --val_fraction",
-    ),
-    Rule(
-        lambda run: (
-            run.keep_best
-            and run.keep_best_by == VAL_LOSS
-            and run.eval_rows != 0
-            and (run.val_fraction or run.val_path)
-            and _rarely(run, run.eval_interval)
-        ),
-        "{keep_best} compares checkpoints that are validated, and {save_interval} and"
-        " {eval_interval} meet only every {steps:,} steps; make one a multiple of the other",
     ),
     Rule(
         lambda run: (

@@ -29,6 +29,7 @@ FEWEST_PIECES = 512  # of a vocabulary that is trained
 MOST_EXPERTS = 1024  # per layer
 MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
 AUTO = "auto"  # value of a flag that the start decides (config/rules.py)
+EPOCH = "epoch"  # value of an interval: the steps of one pass, which the start counts
 
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
@@ -71,6 +72,7 @@ class Flag:
     # where the rule does not apply.
     rule: str = ""
     takes_auto: bool = False  # "auto" stands for the default
+    takes_epoch: bool = False  # "epoch" stands for the steps of one pass over the text
     repeats: str = ""  # placeholder of the value of a flag that may be given several times
     needs: str = ""  # condition without which the flag has no effect
     excludes: Mapping[str, str] = field(default_factory=dict)  # conditions, each with its reason
@@ -473,8 +475,9 @@ class Output:
     resume: str = flag("auto")
     """auto continues from the newest valid checkpoint in --out_dir, none starts over; or give the
     path of a checkpoint"""
-    save_interval: int = flag(1000, ge=1)
-    """optimizer steps between checkpoints; the last step is always saved"""
+    save_interval: int = flag(1000, ge=1, takes_epoch=True)
+    """optimizer steps between checkpoints, or epoch for those of one pass over the text; the last
+    step is always saved"""
     save_minutes: float = flag(30.0, ge=0.0)
     """also save after this many minutes without a checkpoint; 0: never"""
     keep_last: int = flag(2, ge=1)
@@ -495,8 +498,11 @@ class Output:
     allow_change: str | None = flag(None)
     """settings that may differ from the checkpoint, separated by commas: batch, schedule, lr, data,
     tokenizer, model, dtype, seed"""
-    eval_interval: int = flag(500, ge=1)
-    """optimizer steps between validations; the last step is always validated"""
+    eval_interval: int = flag(500, ge=1, takes_epoch=True)
+    """optimizer steps between validations, or epoch for those of one pass over the text; the last
+    step is always validated"""
+    eval_at_start: bool = flag(False)
+    """also validate the initial weights, before the first step"""
     eval_rows: int | None = flag(None, ge=0, takes_auto=True)
     """number of held-out rows per validation, over all processes, spread over the text; 0: none.
     auto (the default) takes as many as bring the standard error of the loss below 1 %, within 3 %

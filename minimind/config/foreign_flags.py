@@ -89,7 +89,8 @@ max_grad_norm | --grad_clip | 0 switches it off
 lr_scheduler_type | --schedule | `cosine` ends at `--min_lr_ratio` of the peak (default 0.1), the Trainer's at 0
 bf16 fp16 | --dtype bfloat16, --dtype float16 |
 logging_steps | --log_interval |
-eval_steps | --eval_interval | of `--eval_rows` rows
+eval_steps eval_on_start | --eval_interval, --eval_at_start | of `--eval_rows` rows
+eval_strategy save_strategy | --eval_interval, --save_interval | `epoch`, or a number of steps
 save_steps save_total_limit | --save_interval, --keep_last |
 resume_from_checkpoint | --resume | `auto`, `none`, or a path
 data_seed | --seed | one seed for weights and order

@@ -17,7 +17,7 @@ from typing import Any
 
 from minimind.config.checks import check, conflicts
 from minimind.config.command_line import Parser, PrintCompletion, PrintHelp
-from minimind.config.flags import AUTO, COMMON, FLAGS, RULED, SHAPE, Flag
+from minimind.config.flags import AUTO, COMMON, EPOCH, FLAGS, RULED, SHAPE, Flag
 from minimind.config.foreign_flags import equivalent_flag
 from minimind.config.names import no_such_name, suggest, suggest_choice
 from minimind.config.origin import DEFAULT, OPEN, Origin, Rank
@@ -80,7 +80,8 @@ def _help(flag: Flag) -> str:
 def _metavar(flag: Flag) -> str:
     if flag.choices:
         return "{" + ",".join(flag.choices) + "}"
-    return flag.repeats or {"str": "TEXT", "tuple": "PATH"}.get(flag.type, flag.type.upper())
+    name = {"str": "TEXT", "tuple": "PATH"}.get(flag.type, flag.type.upper())
+    return flag.repeats or name + f"|{EPOCH}" * flag.takes_epoch
 
 
 def parse_flags(argv: Sequence[str]) -> RunConfig:
@@ -121,6 +122,10 @@ def build_config(given: Mapping[str, Any], source: str, faults: Sequence[str] = 
             if stands_for_auto(name, layer[name]):
                 values.pop(name, None)
                 sources[name] = unset[name]
+                continue
+            if stands_for_epoch(name, layer[name]):
+                values.pop(name, None)
+                sources[name] = Origin(where, Rank.OPEN)
                 continue
             try:
                 values[name] = convert(name, layer[name], where)
@@ -242,6 +247,11 @@ def stands_for_auto(name: str, raw: Any) -> bool:
     return raw == AUTO and FLAGS[name].may_be_auto
 
 
+def stands_for_epoch(name: str, raw: Any) -> bool:
+    """Whether `raw` is "epoch" for an interval, whose steps the start counts."""
+    return raw == EPOCH and FLAGS[name].takes_epoch
+
+
 TYPES = {
     "int": "a whole number",
     "float": "a finite number",
@@ -259,9 +269,8 @@ def convert(name: str, raw: Any, source: str) -> Any:
     try:
         value = _typed(flag.type, raw)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(
-            f"{name} = {raw!r} ({source}) is not {TYPES[flag.type]}; give one"
-        ) from error
+        wanted = TYPES[flag.type] + f", nor {EPOCH}" * flag.takes_epoch
+        raise UsageError(f"{name} = {raw!r} ({source}) is not {wanted}; give one") from error
     if requirement := flag.unmet(value):
         hint = suggest_choice(value, flag.choices, "change it")
         raise UsageError(f"{name} = {value} ({source}) must be {requirement}; {hint}")

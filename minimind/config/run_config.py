@@ -115,6 +115,15 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     @property
     def open_flags(self) -> list[str]:
         """Flags that the start decides, by rules or by the checkpoint."""
+        return [name for name in self._undecided if not FLAGS[name].takes_epoch]
+
+    @property
+    def per_epoch(self) -> list[str]:
+        """Intervals of "epoch" whose steps are not counted yet; their values are placeholders."""
+        return [name for name in self._undecided if FLAGS[name].takes_epoch]
+
+    @property
+    def _undecided(self) -> list[str]:
         return [name for name, source in self.sources.items() if source.rank is Rank.OPEN]
 
     @property

@@ -14,7 +14,14 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from minimind.config.flags import AUTO, FLAGS
 from minimind.config.names import suggest
-from minimind.config.parse import build_config, convert, in_template, stands_for_auto, unknown_keys
+from minimind.config.parse import (
+    build_config,
+    convert,
+    in_template,
+    stands_for_auto,
+    stands_for_epoch,
+    unknown_keys,
+)
 from minimind.config.run_config import RunConfig
 from minimind.config.yaml_files import load_yaml_texts
 from minimind.errors import UsageError, fault_error
@@ -158,7 +165,9 @@ def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path
     where = f"dimensions of {path}"
     if not isinstance(dimension, Range):
         values = [
-            text if stands_for_auto(name, text) else convert(name, text, where)
+            text
+            if stands_for_auto(name, text) or stands_for_epoch(name, text)
+            else convert(name, text, where)
             for text in dimension
         ]
         if len(set(values)) < len(values):

@@ -330,7 +330,10 @@ def catch_up(context: RunContext, state: TrainState) -> bool:
     run, saver, last = context.run, context.saver, context.schedule.total_steps
     if state.step == last and not saver.has(last):  # resumed at its end, in a new out_dir
         start_save(context, state)
-    is_evaluated = len(context.held_out.rows) and is_due(state.step, run.eval_interval, last)
+    has_rows = len(context.held_out.rows)
+    if run.eval_at_start and state.step == 0 and has_rows:
+        run_evaluation(context, state)
+    is_evaluated = has_rows and is_due(state.step, run.eval_interval, last)
     # Killed between the save of a step and its validation, which --keep_best compares.
     by_loss = run.keep_best and run.keep_best_by == VAL_LOSS
     if by_loss and state.step and is_evaluated and saver.lacks_validation(state.step):

@@ -17,7 +17,7 @@ from minimind.checkpoint.run_folder import recorded_flags
 from minimind.config.deepspeed.document import leaves
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags
-from minimind.config.flags import AUTO, FLAGS, RULED
+from minimind.config.flags import AUTO, EPOCH, FLAGS, RULED
 from minimind.config.origin import Rank
 from minimind.config.rules import held_out_of
 from minimind.config.run_config import RunConfig
@@ -193,6 +193,8 @@ def flag_rows(resolved: ResolvedConfig) -> list[tuple[str, str, str]]:
             rows.append((name, "-", replaced[name]))
         elif name in by_start:
             rows.append((name, AUTO, by_start[name]))
+        elif name in run.per_epoch:
+            rows.append((name, EPOCH, run.sources[name]))
         elif values[name] is not None:
             value = values[name]
             shown = " ".join(value) if isinstance(value, tuple) else str(value)

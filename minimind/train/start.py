@@ -11,7 +11,7 @@ from pathlib import Path
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import read_manifests
 from minimind.checkpoint.run_folder import require_outputs
-from minimind.config.checks import given
+from minimind.config.checks import given, with_epoch
 from minimind.config.deepspeed.backend_choice import Setup, read_setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.flags import AUTO
@@ -121,6 +121,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     order = schedule = None
     if prepared is not None:
         order, schedule = plan_rows(known, text, prepared, world_size, model)
+        known = with_epoch(known, order.steps_per_epoch)
     elif known.stages:
         from minimind.config.stages import plan_stages
 
