@@ -67,11 +67,12 @@ def with_auto_values(
     if resumed:
         place, rows, origin = resumed.place, resumed.rows, resumed.origin
         values = {name: resumed.values[name] for name in known.open_flags if name in resumed.values}
-        if rows % smallest_step(known, world_size):
+        if known.global_batch_size is None and rows % smallest_step(known, world_size):
             divisors, remedies = _divisors(known, rows, world_size)
             raise CheckpointError(
                 f"batch_size = {AUTO}: the {rows} rows of a step in {place} cannot be divided by"
-                f" {divisors}; {remedies}, or give --batch_size with --allow_change batch"
+                f" {divisors}; {remedies}, or give --global_batch_size {rows}, or --batch_size with"
+                " --allow_change batch"
             )
         if rows:
             values |= batch_values(known, world_size, rows, setup.device)
@@ -171,6 +172,9 @@ class Numbers:
             with suppress(UsageError):
                 group *= convert(name, saved.get(name, 1), place)
         rows = rows * micro_batches * manifest["world_size"] // group
+        if rows and saved.get("global_batch_size") is not None:  # without padding
+            with suppress(UsageError):
+                rows = convert("global_batch_size", saved["global_batch_size"], place)
         return cls(place, manifest["step"], found, rows)
 
     @property
