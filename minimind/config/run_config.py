@@ -250,10 +250,11 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
         if "batch_size" in self.open_flags:
             return max(1, self.batch_size // data_size)
         if self.batch_size % data_size:
+            rows = self.batch_size * self.accumulation_steps
+            way_out = f", or give --global_batch_size {rows} instead" * (self.stages is None)
             raise UsageError(
                 f"batch_size = {self.batch_size} ({self.sources['batch_size']}) cannot be split"
-                f" over {data_size} processes (--split_batches); make it a multiple of them, or"
-                f" give --global_batch_size {self.batch_size * self.accumulation_steps} instead"
+                f" over {data_size} processes (--split_batches); make it a multiple of them{way_out}"
             )
         return self.batch_size // data_size
 

@@ -130,6 +130,27 @@ def test_a_worker_records_what_divides_the_batches_of_stages(
     assert layout.split_unit == unit
 
 
+@pytest.mark.parametrize(
+    ("left", "ranks", "each"),
+    [
+        ((3,), [0], 3),
+        ((1, 1, 1), [0, 1, 2], 1),
+        ((3, 2), [0, 1], 2),
+        ((9,), [0], 7),  # more than rows
+    ],
+)
+def test_any_number_of_processes_divides_a_global_batch(left, ranks, each):
+    layout = replace(LAYOUT, global_batch_size=7)
+    choice = choose(layout, hosts_of(*left), 9)
+    assert ([host.rank for host in choice.hosts], choice.each) == (ranks, each)
+    assert added_flags(layout, choice, has_checkpoint=False) == {}
+    in_groups = replace(layout, group_size=2)
+    assert choose(in_groups, hosts_of(7), 9).each == 6
+    fixed = replace(layout, world_size=9, fixed_by="ds.json")
+    with pytest.raises(PeerError, match="ds.json fixes gradient_accumulation_steps"):
+        choose(fixed, hosts_of(*left[:1]), 10)
+
+
 def test_without_a_step_only_the_same_processes_go_on():
     assert choose(None, hosts_of(2), 2).accumulation is None
     with pytest.raises(PeerError, match="1 of 2 processes are left, and the rows per step are not"):
