@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -96,24 +96,31 @@ def train(
     return [e for e in events if e["event"] == "step"]
 
 
-def chained(root: Path, stage: int | None, dtype: str, start: Start) -> list[Any]:
-    """The `step` events of one run on the ranks of CHAIN, with the same --global_batch_size.
+def chained(
+    root: Path,
+    stage: int | None,
+    dtype: str,
+    start: Start,
+    chain: Sequence[int] = CHAIN,
+    more: str = "",
+) -> list[Any]:
+    """The `step` events of one run on each number of ranks, with the same --global_batch_size.
 
     On three ranks two of them have a row of padding, and one has two: a micro-batch of padding.
     """
-    out = root / f"chain-{stage}-{dtype}"
+    out = root / f"chain-{stage}-{dtype}{more}".replace(" ", "")
     pace = PACE.replace("--accumulation_steps 2", f"--global_batch_size {ROWS}")
     flags = [*SHAPE.split(), *pace.split(), "--data_path", str(root / "text.jsonl")]
     flags += ["--cache_dir", str(root / "cache"), "--out_dir", str(out), "--dtype", dtype]
-    flags += ["--deepspeed_config", "none" if stage is None else f"zero{stage}"]
-    for number, world in enumerate(CHAIN, 1):
-        stop = ["--stop_at_step", str(number * 20 // len(CHAIN))]
+    flags += ["--deepspeed_config", "none" if stage is None else f"zero{stage}", *more.split()]
+    for number, world in enumerate(chain, 1):
+        stop = ["--stop_at_step", str(number * 20 // len(chain))]
         status, printed = start([*flags, *stop], world, out)
-        if status != (0 if number == len(CHAIN) else PREEMPTED):
+        if status != (0 if number == len(chain) else PREEMPTED):
             raise SystemExit(f"{out.name} on {world} ranks ended with {status}:\n{printed[-2000:]}")
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     starts = [e for e in events if e["event"] == "run_start"]
-    assert [e["world_size"] for e in starts] == [*CHAIN], starts
+    assert [e["world_size"] for e in starts] == [*chain], starts
     steps = [e for e in events if e["event"] == "step"]
     assert [e["rows"] for e in steps] == [[ROWS * n, ROWS * n + ROWS] for n in range(20)], steps
     assert [e["tokens"] for e in steps] == [64 * ROWS * n for n in range(1, 21)], steps

@@ -254,7 +254,8 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
             way_out = f", or give --global_batch_size {rows} instead" * (self.stages is None)
             raise UsageError(
                 f"batch_size = {self.batch_size} ({self.sources['batch_size']}) cannot be split"
-                f" over {data_size} processes (--split_batches); make it a multiple of them{way_out}"
+                f" over {data_size} processes (--split_batches); make it a multiple of"
+                f" them{way_out}"
             )
         return self.batch_size // data_size
 

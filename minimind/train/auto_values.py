@@ -71,8 +71,7 @@ def with_auto_values(
             divisors, remedies = _divisors(known, rows, world_size)
             raise CheckpointError(
                 f"batch_size = {AUTO}: the {rows} rows of a step in {place} cannot be divided by"
-                f" {divisors}; {remedies}, or give --global_batch_size {rows}, or --batch_size with"
-                " --allow_change batch"
+                f" {divisors}; {remedies}, or give --batch_size with --allow_change batch"
             )
         if rows:
             values |= batch_values(known, world_size, rows, setup.device)
@@ -114,7 +113,10 @@ def _divisors(run: RunConfig, rows: int, world_size: int) -> tuple[str, str]:
         remedies += ["drop it"] * (rows % processes == 0)
     if processes > 1:
         divisors.append(f"{processes} processes")
-        remedies += ["start processes that divide them"] * (rows % processes > 0)
+        if rows % processes:
+            instead = " instead of --accumulation_steps" * run.is_explicit("accumulation_steps")
+            remedies.append(f"start processes that divide them, or give --global_batch_size {rows}")
+            remedies[-1] += instead
     return " x ".join(divisors), ", or ".join(remedies)
 
 
