@@ -20,12 +20,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, ParallelLayout
+from minimind.errors import PREEMPTED
 from minimind.model.sizes import LOSS_CHUNK
 from tools.forking import Nursery, free_port
 from tools.runs import PACE, ROOT, SHAPE, sentences
@@ -34,6 +35,7 @@ ROWS = 8
 WITHIN = {"float32": 2e-6, "bfloat16": 2e-3}  # relative, absolute
 STAGES = (0, 1, 2, 3, None)  # None is without DeepSpeed
 ALONE, TWO = ParallelLayout(1), ParallelLayout(2)
+CHAIN = (4, 3, 2, 4)  # ranks of one run, which is resumed on the next number of them
 TENSOR = [ParallelLayout(world, tensor=2) for world in (2, 4)]
 SEQUENCE = [ParallelLayout(world, sequence=n) for world, n in ((2, 2), (4, 2), (4, 4))]
 # Runs train_pretrain.py with flags on so many ranks, and returns its status and what it printed.
@@ -94,6 +96,37 @@ def train(
     return [e for e in events if e["event"] == "step"]
 
 
+def chained(
+    root: Path,
+    stage: int | None,
+    dtype: str,
+    start: Start,
+    chain: Sequence[int] = CHAIN,
+    more: str = "",
+) -> list[Any]:
+    """The `step` events of one run on each number of ranks, with the same --global_batch_size.
+
+    On three ranks two of them have a row of padding, and one has two: a micro-batch of padding.
+    """
+    out = root / f"chain-{stage}-{dtype}{more}".replace(" ", "")
+    pace = PACE.replace("--accumulation_steps 2", f"--global_batch_size {ROWS}")
+    flags = [*SHAPE.split(), *pace.split(), "--data_path", str(root / "text.jsonl")]
+    flags += ["--cache_dir", str(root / "cache"), "--out_dir", str(out), "--dtype", dtype]
+    flags += ["--deepspeed_config", "none" if stage is None else f"zero{stage}", *more.split()]
+    for number, world in enumerate(chain, 1):
+        stop = ["--stop_at_step", str(number * 20 // len(chain))]
+        status, printed = start([*flags, *stop], world, out)
+        if status != (0 if number == len(chain) else PREEMPTED):
+            raise SystemExit(f"{out.name} on {world} ranks ended with {status}:\n{printed[-2000:]}")
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    starts = [e for e in events if e["event"] == "run_start"]
+    assert [e["world_size"] for e in starts] == [*chain], starts
+    steps = [e for e in events if e["event"] == "step"]
+    assert [e["rows"] for e in steps] == [[ROWS * n, ROWS * n + ROWS] for n in range(20)], steps
+    assert [e["tokens"] for e in steps] == [64 * ROWS * n for n in range(1, 21)], steps
+    return steps
+
+
 def difference(dtype: str, steps: list[Any], reference: list[Any]) -> float:
     """The largest over the curve: relative in float32, absolute in bfloat16."""
     pairs = [(a["loss"], b["loss"]) for a, b in zip(steps, reference, strict=True)]
@@ -143,6 +176,14 @@ def main(flags: list[str]) -> int:
                     f"  {'equal' if same else 'DIFFER'}{'' if agrees else '  DISAGREES'}",
                     flush=True,
                 )
+            alone = train(root, None, dtype, 1, ALONE, start=start)
+            for stage in STAGES if dtype == "float32" else (2,):
+                found = difference(dtype, chained(root, stage, dtype, start), alone)
+                agrees = found < WITHIN[dtype]
+                failed += not agrees
+                shown = "without" if stage is None else f"ZeRO-{stage}"
+                ranks = ", then ".join(map(str, CHAIN))
+                print(f"{shown:<12}{dtype:<10}{ranks} ranks {found:>10.1e}", flush=True)
         for stage in (2, 3, None):
             long_rows = SHAPE.replace("--max_seq_len 64", f"--max_seq_len {LOSS_CHUNK // 2}")
             whole, chunked = (

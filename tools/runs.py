@@ -79,7 +79,10 @@ class Launcher:
         self.cache = cache
 
     def command(self, out_dir: Path, flags: str) -> list[str]:
-        given = f"{SHAPE} {PACE} {flags}".split()
+        pace = PACE
+        if "--global_batch_size" in flags:  # it decides the micro-batches
+            pace = PACE.replace("--accumulation_steps 2", "")
+        given = f"{SHAPE} {pace} {flags}".split()
         places = ["--data_path", str(self.corpus), "--cache_dir", str(self.cache)]
         return ["bash", str(ROOT / "run_accelerate.sh"), *places, "--out_dir", str(out_dir), *given]
 

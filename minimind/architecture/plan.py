@@ -26,6 +26,7 @@ from minimind.config.origin import OPEN, Origin, Rank
 from minimind.config.parse import parse_flags, words_of
 from minimind.config.paths import shell_word
 from minimind.config.rules import (
+    batch_values,
     flags_with_rules,
     largest_micro_batch,
     needs_text,
@@ -102,6 +103,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
         run, config, optimizer = resolved.run, resolved.config, resolved.optimizer
     else:
         require_none(plain_faults(run))
+        run = run.with_micro_batches(machine.gpus)
     batch = ""
     if names := flags_with_rules(run, optimizer):
         run, batch = _with_rules(run, names, optimizer, machine, device, text)
@@ -128,6 +130,11 @@ def _with_rules(
 
     Where the text that decides them is not known, the run has the largest micro-batch of the rules.
     """
+    if run.global_batch_size is not None and "batch_size" in names:  # no text decides it
+        batch = batch_values(run, machine.gpus, run.global_batch_size, device)
+        run = run.with_values(Origin(f"{AUTO}: as the start", Rank.RULE), **batch)
+        run = run.with_micro_batches(machine.gpus)
+        names = [name for name in names if name != "batch_size"]
     shape, limited, sources = shape_of(run), run, None
     if text is None and needs_text(run):
         limited = replace(run, epochs=None)
@@ -195,11 +202,13 @@ def plan_text(
     heads = "dim" if shape.q_dim == shape.dim else "n_heads x head_dim"
     flops, data_size = flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""
+    padding = run.padded_rows(world_size) - run.rows_per_step(world_size)
+    more = f", and {padding * run.max_seq_len:,} of padding" if padding else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"
         f" and head {shape.embedding:,}, all norms {shape.norms:,}",
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
-        f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens",
+        f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens{more}",
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x {heads}"
         f" x T), {flops * tokens / 1e12:.3g} T per step",
     ]
@@ -400,7 +409,9 @@ def _advice(
 def batch_flags(run: RunConfig, layout: Layout) -> dict[str, str]:
     """The words of --batch_size and --accumulation_steps for the micro-batch of a layout."""
     groups = run.parallel(layout.world_size).data_size if run.split_batches else 1
-    numbers = {"batch_size": layout.rows * groups, "accumulation_steps": layout.accumulation_steps}
+    numbers = {"batch_size": layout.rows * groups}
+    if run.global_batch_size is None:  # else the processes decide it
+        numbers["accumulation_steps"] = layout.accumulation_steps
     return {name: f"--{name} {number}" for name, number in numbers.items()}
 
 

@@ -300,7 +300,8 @@ def require_same_run(
 ) -> list[Difference]:
     """Return the allowed differences; raise CheckpointError with a table for others.
 
-    With the `accumulation_steps` of this run, the error names those that give the old rows back.
+    With the `accumulation_steps` of this run, the error names those that give the old rows back, if
+    any do, else --global_batch_size.
     """
     changed = differences(saved, now)
     refused = [change for change in changed if change.group not in allowed]
@@ -309,9 +310,13 @@ def require_same_run(
         text = "; ".join(map(str, refused))
         back = "give the old values back"
         if rows := [change for change in refused if change.name == "rows_per_step"]:
-            text += "; rows_per_step is --batch_size x --accumulation_steps x processes"
+            text += "; rows_per_step is --batch_size x --accumulation_steps x processes, or"
+            text += " --global_batch_size"
             steps, rest = divmod(accumulation_steps * (rows[0].old or 0), rows[0].new or 1)
-            back += f" (--accumulation_steps {steps})" if steps and not rest else ""
+            if steps and not rest:
+                back += f" (--accumulation_steps {steps})"
+            elif rows[0].old and "stages" not in now["batch"]:
+                back += f" (--global_batch_size {rows[0].old})"
         raise CheckpointError(
             f"{directory} belongs to another run ({text}); {back},"
             f" allow it by --allow_change {groups}, or start afresh in another --out_dir",

@@ -106,6 +106,7 @@ def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
         "backend": engine.resolved.backend,
         "micro_batch_rows": run.micro_batch_rows(engine.world_size),
         "accumulation_steps": run.accumulation_steps,
+        **({} if (rows := run.global_batch_size) is None else {"global_batch_size": rows}),
         "compile": run.compile,
     }
 

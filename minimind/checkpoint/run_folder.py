@@ -227,6 +227,8 @@ def write_reference(out_dir: Path, resolved: ResolvedConfig) -> None:
     if resolved.run.hugging_face is not None:  # decided by its config.json
         left_out |= {*SHAPE} - {"max_seq_len", "vocab_size"}
     left_out |= {name for name, source in sources.items() if source.rank is Rank.TASK}
+    if resolved.run.global_batch_size is not None:
+        left_out.add("accumulation_steps")  # follows from the number of processes
     if (resolved.run.source or resolved.run.stages) and not resolved.run.is_explicit("data_path"):
         left_out.add("data_path")  # the sources are the text
     given, rest = [HEAD], [REST]

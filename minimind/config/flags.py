@@ -203,6 +203,18 @@ class Length:
     """count --batch_size over all processes together"""
     accumulation_steps: int = flag(1, ge=1)
     """micro-batches of one process per optimizer step"""
+    global_batch_size: int | None = flag(
+        None,
+        ge=1,
+        excludes={
+            "split_batches": "both count rows over all processes",
+            "stages": "a stage has a batch of its own",
+            "use_moe": "the balance loss would count rows of padding",
+        },
+    )
+    """rows of a step over all processes, the same on any number of them: a process takes
+    micro-batches of at most --batch_size rows, as many as it needs, and rows of padding where they
+    do not divide evenly"""
     seed: int = flag(42, ge=0, le=2**32 - 1)
     """seed of the initial weights, the order of the rows and the random numbers of steps"""
     deterministic: bool = flag(False)

@@ -58,7 +58,7 @@ depth | --n_layers | does not determine width and heads: set `--dim`, `--n_heads
 aspect_ratio | --dim | the width itself: depth x aspect ratio
 head_dim | --head_dim | by default dim / n_heads
 device_batch_size | --batch_size |
-total_batch_size | --accumulation_steps | tokens of a step / (rows x `--max_seq_len` x processes)
+total_batch_size | --global_batch_size | tokens of a step / `--max_seq_len`
 num_iterations | --max_steps |
 target_param_data_ratio target_flops | --tokens_per_param, --max_flops |
 embedding_lr unembedding_lr scalar_lr matrix_lr | --learning_rate, --learning_rate, --learning_rate, --muon_lr | with `--optimizer muon`
@@ -123,7 +123,7 @@ tokenizer_dir | --tokenizer |
 logger_name | --report_to |
 train.save_interval train.log_interval | --save_interval, --log_interval |
 train.micro_batch_size | --batch_size |
-train.global_batch_size | --accumulation_steps | rows of a step / (rows of a micro-batch x processes)
+train.global_batch_size | --global_batch_size |
 train.lr_warmup_steps | --warmup_steps |
 train.epochs train.max_steps | --epochs, --max_steps |
 train.max_tokens | --max_tokens |
@@ -140,7 +140,6 @@ num_query_groups | --n_kv_heads |
 ffn_hidden_size | --hidden_dim |
 seq_length max_position_embeddings | --max_seq_len |
 micro_batch_size | --batch_size |
-global_batch_size | --accumulation_steps | rows of a step / (rows of a micro-batch x processes)
 train_iters | --max_steps |
 train_samples | --max_steps | samples / rows of a step
 lr | --learning_rate |
@@ -169,7 +168,7 @@ attention_dropout |  | our decoder has no dropout
 model.flavor | --model |
 job.dump_folder | --out_dir |
 training.local_batch_size | --batch_size |
-training.global_batch_size | --accumulation_steps | rows of a step / (rows of a micro-batch x processes)
+training.global_batch_size | --global_batch_size |
 training.seq_len | --max_seq_len |
 training.steps | --max_steps |
 training.max_norm | --grad_clip |

@@ -142,6 +142,8 @@ def _has_batches_of_stages(run: RunConfig) -> bool:
 def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dict[str, int]:
     """--batch_size for `rows` of a step, and --accumulation_steps unless that is given."""
     data_size = run.parallel(world_size).data_size
+    if run.global_batch_size is not None:  # the number of processes decides the micro-batches
+        return {"batch_size": min(run.global_batch_size, _most_rows_at_once(run, device))}
     each = rows // data_size
     micro_batches, values = run.accumulation_steps, {}
     if not run.is_explicit("accumulation_steps") and not _has_batches_of_stages(run):
@@ -219,8 +221,7 @@ def values_by_rules(
         limited = replace(run, max_steps=None) if is_staged else run  # other steps
         return run_length(limited, of_text // rows, budgets)
 
-    values: dict[str, Any] = {}
-    if "batch_size" in names:
+    if "batch_size" in names and run.global_batch_size is None:
         unit = smallest_step(run, world_size)
         # With --max_steps the batch decides the tokens: those of the plain one count.
         plain = run.parallel(world_size).data_size * run.batch_size
@@ -231,9 +232,10 @@ def values_by_rules(
             most = min(most, _most_rows_at_once(run, device) * unit)  # one micro-batch each
         tokens = length(rows) * rows * run.max_seq_len
         rows = suited_rows(unit, run.max_seq_len, tokens, most, optimizer)
-        values = batch_values(run, world_size, rows, device)
     else:
         rows = run.rows_per_step(world_size)
+    has_rows = "batch_size" in names
+    values: dict[str, Any] = batch_values(run, world_size, rows, device) if has_rows else {}
     steps = length(rows)
     decay, tokens = planned_decay(run, steps), steps * rows * run.max_seq_len
     weights = {one.name: one.weight for one in sources or () if one.weight is not None}

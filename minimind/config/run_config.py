@@ -22,7 +22,7 @@ from minimind.config.flags import (
     meets,
 )
 from minimind.config.optimizers import OPTIMIZERS, READ_BY
-from minimind.config.origin import Origin, Rank
+from minimind.config.origin import Origin, Rank, derived
 from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.installed import DISTRIBUTION_NAME, PACKAGE, PROJECT
@@ -247,23 +247,67 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
         return ParallelLayout(world_size, self.tensor_parallel, self.sequence_parallel)
 
     def micro_batch_rows(self, world_size: int) -> int:
-        """Rows per micro-batch and process; raise UsageError if they do not divide evenly."""
+        """Rows per micro-batch and process; raise UsageError if they do not divide evenly.
+
+        With --global_batch_size some may be padding.
+        """
         data_size = self.parallel(world_size).data_size
+        if self.global_batch_size is not None:
+            return -(-self.global_batch_size // (data_size * self.micro_batches(world_size)))
         if not self.split_batches:
             return self.batch_size
         if "batch_size" in self.open_flags:
             return max(1, self.batch_size // data_size)
         if self.batch_size % data_size:
+            rows = self.batch_size * self.accumulation_steps
+            way_out = f", or give --global_batch_size {rows} instead" * (self.stages is None)
             raise UsageError(
                 f"batch_size = {self.batch_size} ({self.sources['batch_size']}) cannot be split"
-                f" over {data_size} processes (--split_batches); make it a multiple of them"
+                f" over {data_size} processes (--split_batches); make it a multiple of"
+                f" them{way_out}"
             )
         return self.batch_size // data_size
 
     def rows_per_step(self, world_size: int) -> int:
-        """Rows of an optimizer step, over all processes."""
+        """Rows of an optimizer step, over all processes, without padding."""
+        return self.global_batch_size or self.padded_rows(world_size)
+
+    def padded_rows(self, world_size: int) -> int:
+        """The same with rows of padding: what all processes compute."""
         data_size = self.parallel(world_size).data_size
-        return self.micro_batch_rows(world_size) * self.accumulation_steps * data_size
+        return self.micro_batch_rows(world_size) * self.micro_batches(world_size) * data_size
+
+    def micro_batches(self, world_size: int) -> int:
+        """Micro-batches of a process and step: as few as --batch_size lets --global_batch_size."""
+        if self.global_batch_size is None:
+            return self.accumulation_steps
+        return -(-self.global_batch_size // (self.parallel(world_size).data_size * self.batch_size))
+
+    def with_micro_batches(self, world_size: int) -> RunConfig:
+        """Return the run with the accumulation_steps that --global_batch_size needs.
+
+        Raise UsageError if the processes cannot divide the rows of a step.
+        """
+        rows, data_size = self.global_batch_size, self.parallel(world_size).data_size
+        padded = self.padded_rows(world_size)
+        if rows is None:
+            return self
+        given = f"global_batch_size = {rows} ({self.sources['global_batch_size']})"
+        if self.is_explicit("accumulation_steps"):
+            raise UsageError(
+                f"{given} and accumulation_steps = {self.accumulation_steps}"
+                f" ({self.sources['accumulation_steps']}) both decide the micro-batches of a step;"
+                " drop one of them (--batch_size limits the rows of a micro-batch)"
+            )
+        if rows < data_size:
+            raise UsageError(
+                f"{given} is fewer rows than the {data_size} processes that divide them; raise it,"
+                " or start fewer (NUM_PROCESSES, plan --gpus)"
+            )
+        words = f"{rows} rows as {data_size} x {padded // data_size}"
+        words += f", {padded - rows} of them padding" if padded > rows else ""
+        number = self.micro_batches(world_size)
+        return self.with_values(derived(words), accumulation_steps=number)
 
     def allowed_changes(self) -> frozenset[str]:
         """Groups named by --allow_change; raise UsageError for an unknown one."""

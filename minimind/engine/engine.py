@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from minimind.engine.deepspeed_backend import DeepSpeedBackend
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
-PADDING = ~0  # a token that is no target
 
 
 def token_ids(rows: torch.Tensor) -> torch.Tensor:
@@ -112,7 +111,11 @@ class Engine(Ranks):
         self.sequence = sequence_group(self.parallel, self.rank, timeout)
         if self.sequence:
             self.model.sequence = self.sequence
-        self.counts_targets = resolved.run.task == "sft"  # rows have tokens that are no targets
+        self.is_fine_tuning = resolved.run.task == "sft"
+        run, size = resolved.run, self.world_size
+        # Rows have tokens that are no targets.
+        has_padding = run.padded_rows(size) > run.rows_per_step(size)
+        self.counts_targets = self.is_fine_tuning or has_padding
         # Number of positions whose logits are computed at a time; 0: all.
         self.loss_chunk_size = LOSS_CHUNK if resolved.run.loss == "chunked" else 0
         # Validation is not compiled: on a GPU our models always compute parts.
@@ -179,8 +182,9 @@ class Engine(Ranks):
         The update is skipped if the gradient norm before clipping is above `norm_limit`.
 
         The learning rate is set first, since DeepSpeed updates at the last micro-batch. The loss is
-        the mean over all targets of the step. In pretraining every micro-batch has the same number
-        of targets, so that is the mean over micro-batches and ranks; otherwise targets are counted.
+        the mean over all targets of the step. In pretraining without rows of padding every
+        micro-batch has the same number of targets, so that is the mean over micro-batches and
+        ranks; otherwise targets are counted.
         """
         backend = self.backend
         actual_lr, skipped_before = backend.begin(lr), backend.skipped_steps
@@ -246,7 +250,9 @@ class Engine(Ranks):
 
     def inputs_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Arguments of the model for rows (B, T + 1) on its device."""
-        return marked_inputs(rows, has_starts=True) if self.counts_targets else text_inputs(rows)
+        if not self.counts_targets:
+            return text_inputs(rows)
+        return marked_inputs(rows, has_starts=self.is_fine_tuning)
 
     @torch.no_grad()
     def loss_of(
@@ -260,7 +266,7 @@ class Engine(Ranks):
         if self.kind.pins and rows.is_cpu:  # from other memory a copy waits for what is queued
             rows = rows.pin_memory()
         rows = rows.to(self.device, non_blocking=self.kind.pins)
-        inputs = marked_inputs(rows, has_starts=self.counts_targets)
+        inputs = marked_inputs(rows, has_starts=self.is_fine_tuning)
         # Uncompiled: batches of other shapes than in training would trigger recompilation.
         with lost_peers(), uncompiled(self.model):
             out = self.backend.forward(

@@ -18,9 +18,9 @@ import torch
 from minimind.config.tasks import OWN_TASKS
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import windows_of
+from minimind.data.shards.conversation_shards import PADDING
 from minimind.data.shards.token_shards import TokenShards
 from minimind.data.tokenizer.load import Tokenizer
-from minimind.engine.engine import PADDING
 from minimind.errors import UsageError
 from minimind.inference.engine import continue_ids
 from minimind.inference.score import LossSums, row_losses, standard_error

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import Windows
-from minimind.data.shards.conversation_shards import ConversationRows, ConversationShards
-from minimind.engine.engine import PADDING, marked_inputs
+from minimind.data.shards.conversation_shards import PADDING, ConversationRows, ConversationShards
+from minimind.engine.engine import marked_inputs
 from minimind.errors import DataError
 from minimind.model.loss import IGNORED
 from minimind.runtime.device import widened

@@ -178,7 +178,9 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
 
     If several have as many processes, take the one with the most hosts. `now` is the number of
     processes that were started last. Fewer processes take more micro-batches, but larger ones where
-    stages have batches over all processes, which no flag changes. Raise PeerError if there is none.
+    stages have batches over all processes, which no flag changes. With --global_batch_size they
+    need not divide the rows, and the run itself decides its micro-batches. Raise PeerError if there
+    is none.
     """
     if layout is None:  # nothing is known of the batch
         processes = sum(host.processes for host in hosts)
@@ -190,17 +192,22 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
         )
     group = layout.group_size
     micro_batches = layout.accumulation_steps * layout.world_size // group
-    unit = layout.split_unit or micro_batches
+    unit, most = layout.split_unit or micro_batches, layout.global_batch_size
+    keeps = bool(layout.split_unit or most)  # --accumulation_steps as it is
+
+    def can_divide(groups: int) -> bool:
+        return groups <= most if most else unit % groups == 0
+
     by_size = sorted(hosts, key=lambda host: (-host.processes, host.rank))
     choices = [
         Choice(
             sorted(by_size[:count], key=lambda host: host.rank),
             each,
-            layout.accumulation_steps if layout.split_unit else micro_batches // groups,
+            layout.accumulation_steps if keeps else micro_batches * group // (count * each),
         )
         for count in range(1, len(hosts) + 1)
         for each in range(1, by_size[count - 1].processes + 1)
-        if count * each % group == 0 and unit % (groups := count * each // group) == 0
+        if count * each % group == 0 and can_divide(count * each // group)
     ]
     if not choices:
         raise PeerError(
@@ -209,11 +216,12 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
         )
     if layout.fixed_by:
         choices = [choice for choice in choices if choice.accumulation == layout.accumulation_steps]
+        choices = [one for one in choices if not most or one.processes == layout.world_size]
     if not choices:
         raise PeerError(
             f"fewer processes need more micro-batches each, and {layout.fixed_by} fixes"
             f' gradient_accumulation_steps = {layout.accumulation_steps}; write "auto" there, and'
-            f" {AGAIN}"
+            f" {AGAIN} (with --global_batch_size any number of processes divides the batch)"
         )
     return max(choices, key=lambda choice: (choice.processes, len(choice.hosts)))
 
@@ -243,7 +251,7 @@ def variables(launched: Launched, choice: Choice, me: Host) -> dict[str, Any]:
         raise PeerError(
             f"host {me.rank} is left out of the restart: {len(choice.hosts)} hosts with"
             f" {choice.each} processes each can divide the batch, and more cannot; {AGAIN} on them"
-            " once that run has ended"
+            " once that run has ended (with --global_batch_size any number divides it)"
         )
     variables: dict[str, Any] = {}
     if choice.processes != launched.processes:

@@ -313,12 +313,12 @@ class SpikeGuard:
         number = max(
             range(len(means)), key=lambda n: means[n] if math.isfinite(means[n]) else math.inf
         )
-        size = batches.micro_batch_rows
-        before = engine.data_rank * len(means) * size  # rows of other ranks
-        first = batches.order.positions(step).start + before
-        own = []
-        for at, row in enumerate(self.batches.at(step)[number], number * size):
-            own.append((self._loss_of(row), first + at))
+        share = batches.order.share(engine.data_rank, engine.parallel.data_size)
+        first = batches.order.positions(step).start + share.start
+        begin = number * batches.micro_batch_rows
+        # A forward pass may be collective, so that padding takes one too.
+        losses = [self._loss_of(row) for row in self.batches.at(step)[number]]
+        own = [*zip(losses, range(first + begin, first + len(share)), strict=False)]
         if not engine.parallel.is_first(engine.rank):  # the first one has the same rows
             own = []
         rows = [row for part in engine.gather(own) for row in part]

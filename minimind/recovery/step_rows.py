@@ -258,7 +258,6 @@ def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None)
     if rank is not None and rank >= parallel.world_size:
         last = parallel.world_size - 1
         raise UsageError(f"--rank {rank}: step {step} had ranks 0 to {last}; give one of them")
-    share = order.rows_per_step // parallel.data_size
     rows = order.rows_for(step - 1, 0, 1)
     shards = documents.prepared.train
     firsts, stops = (
@@ -267,10 +266,11 @@ def rows_at(stretch: Stretch, documents: Documents, step: int, rank: int | None)
     before = order.positions(step - 1).start
     found = []
     for at, (row, first, stop) in enumerate(zip(rows.tolist(), firsts, stops, strict=True)):
-        data_rank, within = divmod(at, share)
+        data_rank = order.data_rank_of(at, parallel.data_size)
         if rank is not None and data_rank != parallel.data_rank(rank):
             continue
         parts = tuple(_parts(documents, first, stop))
+        within = at - order.share(data_rank, parallel.data_size).start
         micro_batch = within // stretch.micro_batch_rows
         of_rank = parallel.first_rank(data_rank) if rank is None else rank
         found.append(Row(of_rank, micro_batch, before + at, row, first, parts))
@@ -299,7 +299,7 @@ def steps_reading(log: RunLog, documents: Documents, document: int) -> list[tupl
         for row in shards.rows_over(start, stop, matching[0].row_tokens):
             for at, row_position in order.reads_of(row, last):
                 for stretch in (stretch for stretch in matching if at + 1 in stretch.steps):
-                    data_rank = row_position // (order.rows_per_step // stretch.parallel.data_size)
+                    data_rank = order.data_rank_of(row_position, stretch.parallel.data_size)
                     reads.append((at + 1, stretch.parallel.first_rank(data_rank), row))
     return sorted(reads)
 

@@ -128,6 +128,7 @@ class Layout:
     fixed_by: str  # the file that fixes accumulation_steps; empty if a flag can change it
     group_size: int = 1  # workers that read the same rows
     split_unit: int = 0  # divides the batches of stages, which count over all workers; 0: none
+    global_batch_size: int = 0  # rows of a step on any number of workers; 0: no flag says so
 
 
 def record_layout(rank: int, layout: Layout) -> None:

@@ -67,7 +67,7 @@ def with_auto_values(
     if resumed:
         place, rows, origin = resumed.place, resumed.rows, resumed.origin
         values = {name: resumed.values[name] for name in known.open_flags if name in resumed.values}
-        if rows % smallest_step(known, world_size):
+        if known.global_batch_size is None and rows % smallest_step(known, world_size):
             divisors, remedies = _divisors(known, rows, world_size)
             raise CheckpointError(
                 f"batch_size = {AUTO}: the {rows} rows of a step in {place} cannot be divided by"
@@ -113,7 +113,10 @@ def _divisors(run: RunConfig, rows: int, world_size: int) -> tuple[str, str]:
         remedies += ["drop it"] * (rows % processes == 0)
     if processes > 1:
         divisors.append(f"{processes} processes")
-        remedies += ["start processes that divide them"] * (rows % processes > 0)
+        if rows % processes:
+            instead = " instead of --accumulation_steps" * run.is_explicit("accumulation_steps")
+            remedies.append(f"start processes that divide them, or give --global_batch_size {rows}")
+            remedies[-1] += instead
     return " x ".join(divisors), ", or ".join(remedies)
 
 
@@ -171,6 +174,9 @@ class Numbers:
             with suppress(UsageError):
                 group *= convert(name, saved.get(name, 1), place)
         rows = rows * micro_batches * manifest["world_size"] // group
+        if rows and saved.get("global_batch_size") is not None:  # without padding
+            with suppress(UsageError):
+                rows = convert("global_batch_size", saved["global_batch_size"], place)
         return cls(place, manifest["step"], found, rows)
 
     @property

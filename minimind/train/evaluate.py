@@ -16,10 +16,11 @@ from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import held_out_rows
 from minimind.data.rows.order import Order
+from minimind.data.shards.conversation_shards import PADDING
 from minimind.data.shards.token_shards import TokenShards
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.engine.compile import uncompiled
-from minimind.engine.engine import PADDING, Engine
+from minimind.engine.engine import Engine
 from minimind.errors import UsageError
 from minimind.inference.score import LossSums, standard_error
 from minimind.report.formats import count

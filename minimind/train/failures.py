@@ -120,12 +120,13 @@ class SkippedSteps:
         of_group = {n for rank in bad if parallel.data_rank(rank) == data_rank for n in bad[rank]}
         if not (of_group and parallel.is_first(self.ranks.rank)):
             return NonfiniteRows([], 0)
-        first = order.positions(step - 1).start + order.rows_per_step // data_size * data_rank
+        first = order.positions(step - 1).start + order.share(data_rank, data_size).start
         indices = order.rows_for(step - 1, data_rank, data_size).tolist()
         rows, micro_batches = [], self.batches_at(step - 1)
         for number in sorted(of_group):
             batch = token_ids(micro_batches[number]).tolist()
-            for at, tokens in enumerate(batch, number * len(batch)):
+            places = range(number * len(batch), len(indices))  # those after it are padding
+            for at, tokens in zip(places, batch, strict=False):
                 place = {"micro_batch": number, "position": first + at, "row": indices[at]}
                 rows.append({**place, "loss": None, "tokens": tokens})
         return NonfiniteRows(rows[:MAX_ROWS], len(rows[MAX_ROWS:]))
@@ -196,10 +197,8 @@ def remedy(
     recompute = "" if run.gradient_checkpointing else ", or give --gradient_checkpointing"
     if run.hugging_face is not None or run.tensor_parallel > 1:
         why = " (`minimind plan` does not count models of transformers)" if run.hugging_face else ""
-        return (
-            "halve --batch_size and double --accumulation_steps, which leaves the step as it is"
-            f"{recompute}{why}"
-        )
+        double = " and double --accumulation_steps" * (run.global_batch_size is None)
+        return f"halve --batch_size{double}, which leaves the step as it is{recompute}{why}"
     from minimind.architecture import costs
     from minimind.architecture.plan import (
         GIB,

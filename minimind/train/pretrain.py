@@ -207,6 +207,7 @@ def record_for_restart(plan: Plan, engine: Engine) -> None:
             resume=run.resume,
             fixed_by=fixed_by,
             split_unit=split_unit,
+            global_batch_size=run.global_batch_size or 0,
         ),
     )
 
@@ -239,7 +240,7 @@ def build_context(
             run_identity,
             changeable,
             verified=verified,
-            accumulation_steps=run.accumulation_steps,
+            accumulation_steps=0 if run.global_batch_size else run.accumulation_steps,
         )
     if resumed.path:
         order = resume_order(order, resumed)

@@ -145,10 +145,13 @@ def _check_enough_rows(
         fitting *= processes if run.split_batches else 1
         lower = "lower --batch_size, --accumulation_steps or --max_seq_len"
         remedy = f"give --batch_size {fitting}" if fitting else lower
+        if run.global_batch_size is not None:
+            remedy = "lower --global_batch_size or --max_seq_len"
         raise TooFewRows(
             f"{' '.join(text.names)}: {tokens:,} training tokens make {n_rows:,} rows"
             f" of {run.max_seq_len + 1}, fewer than the {rows_per_step:,} of one step"
-            f" ({micro_batch:,} x {run.accumulation_steps} x {processes} processes); {remedy}, or"
+            f" ({micro_batch:,} x {run.micro_batches(world_size)} x {processes} processes);"
+            f" {remedy}, or"
             " add text"
         )
     return rows_per_step

@@ -444,7 +444,10 @@ def _steps(facts: Mapping[str, Any]) -> list[str]:
         count(facts["world_size"] // size, *names),
     )
     rows, tokens = facts["order"]["rows_per_step"], facts["tokens_per_step"]
-    step = f"{' x '.join(factors)} = {rows:,} rows, {tokens:,} tokens"
+    computed = facts["micro_batch_rows"] * facts["accumulation_steps"]
+    padding = computed * (facts["world_size"] // size) - rows
+    more = f" and {padding:,} of padding" if padding else ""
+    step = f"{' x '.join(factors)} = {rows:,} rows{more}, {tokens:,} tokens"
     epoch = f"{count(facts['steps_per_epoch'], 'step')} an epoch"
     length = f"{total}, {facts['tokens_at_end']:,} tokens; {epoch}"
     return [*_labelled("step", step), *_labelled("length", length)]

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,11 +163,18 @@ def test_differences_name_old_and_new():
 def test_other_rows_of_a_step_name_the_accumulation_that_gives_the_old_back(
     old: int, new: int, accumulation: int, named: int | None
 ):
-    saved, now = {"batch": {"rows_per_step": old}}, {"batch": {"rows_per_step": new}}
+    saved: dict[str, Any] = {"batch": {"rows_per_step": old}}
+    now: dict[str, Any] = {"batch": {"rows_per_step": new}}
     with pytest.raises(CheckpointError) as refused:
         require_same_run(Path("x"), saved, now, accumulation_steps=accumulation)
     found = re.findall(r"--accumulation_steps (\d+)", str(refused.value))
     assert found == ([] if named is None else [str(named)])
+    whole = re.findall(r"--global_batch_size (\d+)", str(refused.value))
+    assert whole == ([str(old)] if named is None else [])
+    now["batch"]["stages"] = [[new, 64]]
+    with pytest.raises(CheckpointError) as staged:
+        require_same_run(Path("x"), saved, now)
+    assert not re.findall(r"--global_batch_size \d", str(staged.value))
 
 
 def test_any_stretch_of_a_parameter_is_read_wherever_the_runs_were_cut(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -128,6 +129,27 @@ def test_a_worker_records_what_divides_the_batches_of_stages(
     layout = read_layout(tmp_path)
     assert layout
     assert layout.split_unit == unit
+
+
+@pytest.mark.parametrize(
+    ("left", "ranks", "each"),
+    [
+        ((3,), [0], 3),
+        ((1, 1, 1), [0, 1, 2], 1),
+        ((3, 2), [0, 1], 2),
+        ((9,), [0], 7),  # more than rows
+    ],
+)
+def test_any_number_of_processes_divides_a_global_batch(left, ranks, each):
+    layout = replace(LAYOUT, global_batch_size=7)
+    choice = choose(layout, hosts_of(*left), 9)
+    assert ([host.rank for host in choice.hosts], choice.each) == (ranks, each)
+    assert added_flags(layout, choice, has_checkpoint=False) == {}
+    in_groups = replace(layout, group_size=2)
+    assert choose(in_groups, hosts_of(7), 9).each == 6
+    fixed = replace(layout, world_size=9, fixed_by="ds.json")
+    with pytest.raises(PeerError, match=r"ds\.json fixes gradient_accumulation_steps"):
+        choose(fixed, hosts_of(*left[:1]), 10)
 
 
 def test_without_a_step_only_the_same_processes_go_on():
@@ -450,10 +472,12 @@ def start_hosts(launch: Launcher, tmp_path: Path) -> Iterator[Start]:
     """run_accelerate.sh as on each of several hosts, with one process each."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(flags: str, machines: int, wait: int = 1) -> list[subprocess.Popen[str]]:
+    def start(
+        flags: str, machines: int, wait: int = 1, restarts: int = 1
+    ) -> list[subprocess.Popen[str]]:
         shared = {"NUM_MACHINES": str(machines), "NUM_PROCESSES": str(machines)}
         shared |= {"MAIN_IP": "127.0.0.1", "MAIN_PORT": str(free_port())}
-        shared |= {**RESTARTING, "RESTART_WAIT": str(wait)}
+        shared |= {"MAX_RESTARTS": str(restarts), "RESTART_WAIT": str(wait)}
         for rank in range(machines):
             started.append(
                 subprocess.Popen(
@@ -532,6 +556,36 @@ def test_two_hosts_of_three_go_on_with_another_host_0(
     assert second["accumulation_steps"] == 3
     unbroken = forked.run(tmp_path / "unbroken", flags, processes=1)
     assert largest_difference(run, unbroken) <= 2e-6
+
+
+@pytest.mark.long
+@pytest.mark.launch
+@pytest.mark.parametrize("seed", [1, 2])
+def test_with_a_global_batch_any_hosts_that_are_left_go_on(
+    seed: int, start_hosts: Start, longer_fp32: Run, tmp_path: Path
+):
+    """Of four hosts one is killed at a random step, and then another: 8 rows on 4, 3, 2."""
+    draw = random.Random(seed)
+    flags = f"{FP32} {LONGER} --global_batch_size 8"
+    left = [*start_hosts(flags, 4, wait=3, restarts=2)]
+    for first in (7, 14):
+        wait_for(left[0], tmp_path / "out", f'"step": {draw.randrange(first, first + 6)},')
+        kill_all(left.pop(draw.randrange(len(left))))
+        words = f'"world_size": {len(left)},'
+        wait_for(left[0], tmp_path / "out", words)
+    reports = [host.communicate(timeout=300)[1] for host in left]
+    assert [host.returncode for host in left] == [0, 0], reports
+    assert left_over(tmp_path / "out") == []
+    run = Run(tmp_path / "out", 0, "", reports[0])
+    starts = run.events("run_start")
+    assert [one["world_size"] for one in starts] == [4, 3, 2]
+    split = [(one["micro_batch_rows"], one["accumulation_steps"]) for one in starts]
+    assert split == [(2, 1), (2, 2), (2, 2)]
+    assert "on 3 of 4 processes\n" in reports[0]
+    assert "on 2 of 3 processes\n" in reports[0]
+    found = largest_difference(run, longer_fp32)
+    print(f"largest difference of a loss: {found:.1e}")
+    assert found <= 2e-6
 
 
 @pytest.mark.long  # test_runs.py kills a run and starts it again, and above the script restarts

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
-from minimind.data.shards.conversation_shards import START
+from minimind.data.shards.conversation_shards import PADDING, START
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
-from minimind.engine.engine import PADDING, token_ids
+from minimind.engine.engine import token_ids
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
 from minimind.recovery.corruption import replay
@@ -133,6 +133,26 @@ def test_rows_of_targets_alone_are_trained_as_in_pretraining_to_the_bit(built: B
     (losses, weights), (others, other_weights) = course("pretrain"), course("sft")
     assert losses == others
     assert all(map(torch.equal, weights, other_weights))
+
+
+@pytest.mark.parametrize("flags", ["", "--task sft"])
+@pytest.mark.parametrize("filled", [(2, 2, 1), (2, 2, 0), (1, 0, 0)])
+def test_rows_of_padding_count_for_nothing(built: BuildEngine, filled: tuple[int, ...], flags: str):
+    """Five rows in micro-batches of two: the gradient is that of the rows in one micro-batch."""
+    ids = torch.cat([IDS, IDS[:1].flip(1)])[: sum(filled)]
+    padding = torch.full((2, 9), PADDING)
+    rows = [torch.cat([part, padding])[:2] for part in ids.split(filled)]
+    engine = built(f"--global_batch_size 5 --batch_size 2 --accumulation_steps 3 {flags}")
+    engine.model.train()
+    whole: Any = deepcopy(engine.model).double()
+    logits = whole(input_ids=ids[:, :-1]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    result, found = gradients_of(engine, torch.cat(rows))
+    assert int(result.tokens) == 8 * len(ids)
+    assert float(result.loss_sum / result.tokens) == pytest.approx(loss.item(), rel=1e-6)
+    for name, p in whole.named_parameters():
+        assert (found[name] - p.grad).abs().max() <= 2e-6 * p.grad.abs().max(), name
 
 
 def test_without_any_target_the_gradient_is_0(built: BuildEngine):

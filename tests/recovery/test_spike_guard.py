@@ -262,6 +262,22 @@ def test_after_a_change_the_window_starts_empty(guarded: Path, flags: dict[str, 
     assert len(spikes["losses"]) < 6
 
 
+def test_rows_of_padding_are_never_named(
+    guarded: Path, flags: dict[str, Any], bad_rows: list[int], tmp_path: Path
+):
+    """Eight rows as 3, 3, 2 and one of padding."""
+    uneven = {**flags, "batch_size": 3, "global_batch_size": 8, "stop_at_step": 45, **GUARD}
+    assert train(uneven, out_dir=str(tmp_path)) == 75
+    for step in range(1, BAD_STEPS.start - MARGIN):
+        assert curve(tmp_path)[step][0] == pytest.approx(curve(guarded)[step][0], rel=1e-3)
+    found, expected = (events(out, "spike", "spike_skipped") for out in (tmp_path, guarded))
+    assert len(found) == 4
+    for one, other in zip(found, expected, strict=False):
+        assert (one["event"], one["step"]) == (other["event"], other["step"])
+        assert {row["row"] for row in one["rows"]} <= set(bad_rows)
+        assert one["rows"]
+
+
 def test_too_many_rollbacks_end_the_run_with_6(
     poisoned: None, flags: dict[str, Any], tmp_path: Path
 ):

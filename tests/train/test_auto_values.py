@@ -194,9 +194,13 @@ def test_rows_that_the_micro_batches_cannot_divide_are_refused(places, tmp_path)
 @pytest.mark.parametrize(
     ("processes", "micro_batches", "message"),
     [
-        (3, None, "by 3 processes; start processes that divide them, or give --batch_size"),
+        (
+            3,
+            None,
+            "by 3 processes; start processes that divide them, or give --global_batch_size 4",
+        ),
         (2, 3, r"by accumulation_steps = 3 \(--accumulation_steps\) x 2 processes; drop it, or"),
-        (3, 2, r"= 2 \(--acc.*\) x 3 processes; start processes that divide them, or give"),
+        (3, 2, r"= 2 \(--acc.*\) x 3 processes; start .* --global_batch_size 4 instead of --acc"),
     ],
 )
 def test_rows_that_the_processes_cannot_divide_are_refused(
@@ -211,6 +215,33 @@ def test_rows_that_the_processes_cannot_divide_are_refused(
     resumed = numbers_to_resume(run, saved)
     with pytest.raises(CheckpointError, match=message):
         with_auto_values(setup, run, "AdamW", None, MiniMind(), resumed)
+
+
+def test_a_global_batch_is_kept_by_any_processes(places, tmp_path):
+    """Its micro-batches follow from the processes, and are no flags of config.yaml."""
+    flags = {**places, "out_dir": str(tmp_path / "out"), "global_batch_size": 5}
+    assert train(flags, stop_at_step=4, batch_size=2) == 75
+    saved = read_manifests(tmp_path / "out" / "checkpoints", "auto")
+    for processes, expected in ((1, (5, 1)), (2, (3, 1)), (5, (1, 1))):
+        run = build_config(flags, "--{name}")
+        setup = read_setup(run, replace(read_launch({}), world_size=processes))
+        resumed = numbers_to_resume(run, saved)
+        found = with_auto_values(setup, run, "AdamW", None, MiniMind(), resumed)
+        split = found.with_micro_batches(processes)
+        assert (split.micro_batch_rows(processes), split.accumulation_steps) == expected
+        assert split.rows_per_step(processes) == 5
+    # Without the flag the rows are those of the checkpoint, without padding.
+    plain = build_config({**flags, "global_batch_size": None}, "--{name}")
+    numbers = numbers_to_resume(plain, saved)
+    assert numbers is not None
+    assert numbers.rows == 5
+    written = (tmp_path / "out" / "config.yaml").read_text()
+    assert "global_batch_size: 5" in written
+    assert "accumulation_steps" not in written
+    again = {"config": str(tmp_path / "out" / "config.yaml"), "out_dir": str(tmp_path / "again")}
+    assert train(again, stop_at_step=4) == 75
+    assert losses(tmp_path / "again") == losses(tmp_path / "out")
+    assert train({**places, "out_dir": str(tmp_path / "out")}, batch_size=5) == 0
 
 
 def test_a_resume_between_stages_of_another_batch_keeps_the_batch_of_the_run(places, tmp_path):

@@ -15,7 +15,7 @@ from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import ParallelLayout
 from minimind.data.rows.batches import held_out_rows
-from minimind.engine.engine import PADDING
+from minimind.data.shards.conversation_shards import PADDING
 from minimind.errors import UsageError
 from minimind.inference.score import LossSums, standard_error
 from minimind.train.evaluate import HeldOutRows, affordable_rows, evaluate

@@ -88,6 +88,20 @@ def test_a_skipped_step_is_one_line_one_event_and_its_rows(tmp_path):
     ]
 
 
+def test_rows_of_padding_are_not_dumped(tmp_path):
+    """Three rows and one of padding, then two rows and two of padding."""
+    for rows, places in ((3, [5]), (2, [])):
+        steps, _ = alone(tmp_path / str(rows), "")
+        steps.path.parent.mkdir()
+        steps.order = Order(4 * rows, rows, 1)
+        steps.check(2, result([1.0, NAN], 1, True))
+        numbers = steps.order.rows_for(1, 0, 1).tolist()
+        known = {"step": 2, "reason": "loss", "rank": 0, "micro_batch": 1, "loss": None}
+        expected = {**known, "row": numbers[-1], "tokens": [6, 7, 8], "text": "[6, 7, 8]"}
+        found = lines_of(tmp_path / str(rows))
+        assert found == [{**expected, "position": place} for place in places]
+
+
 def test_tokens_that_are_no_targets_are_dumped_as_ids(tmp_path):
     steps, _ = alone(tmp_path, "")
     steps.batches_at = lambda step: [~rows for rows in micro_batches()]

@@ -15,6 +15,7 @@ from minimind.config.checks import given
 from minimind.config.deepspeed.document import AUTO, MISSING, get, put
 from minimind.config.deepspeed.key_checks import Fault
 from minimind.config.deepspeed.keys import (
+    ACCUMULATION,
     BATCH,
     BETAS,
     KEYS,
@@ -120,6 +121,8 @@ def adopt_file(config: Mapping[str, Any], path: str, run: RunConfig, world_size:
         value, origin = get(config, key), _written(path, key)
         if not row.flag or key == MICRO_BATCH or value in (MISSING, AUTO, None):
             continue  # null defers to the parameter groups
+        if key == ACCUMULATION and run.global_batch_size is not None:
+            continue  # a rule compares it
         if isinstance(value, list):  # of one value per group
             if run.is_explicit(row.flag):
                 yield _contradiction(run, row.flag, value, origin, key=key)
@@ -133,6 +136,8 @@ def adopt_file(config: Mapping[str, Any], path: str, run: RunConfig, world_size:
     elif isinstance(betas, list):
         shown = json.dumps(betas)
         yield Fault(BETAS, f"{path}: {BETAS} is {shown}, not two numbers; write [0.9, 0.95]")
+    if run.global_batch_size is not None:  # rules compare what the file says of the batch
+        return run
     data_size = run.parallel(world_size).data_size
     rows, key = get(config, MICRO_BATCH), MICRO_BATCH
     if isinstance(rows, int) and run.split_batches:

@@ -182,7 +182,7 @@ class Setup:
             return self._with_choices(self._with_available_adam())
         run, faults = collected(adopt_launch(self.run, self.launch))
         require_none([*faults, *precision_faults(run, self.device), *plain_faults(run)])
-        run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
+        run = run.with_micro_batches(self.launch.world_size)
         return self._with_choices(ResolvedConfig(run, self.backend))
 
     def complete(
@@ -192,7 +192,7 @@ class Setup:
         chosen = [name for name in CHOSEN if run.sources[name].rank is Rank.RULE]
         plain = {name: FLAGS[name].default for name in chosen}
         run = run.with_values(DEFAULT, **plain)
-        run.micro_batch_rows(self.launch.world_size)  # raises if the batch does not divide evenly
+        run = run.with_micro_batches(self.launch.world_size)
         if self.backend == "deepspeed":
             size = self.launch.world_size
             resolved = completed(resolved, run, size, self.device, schedule)

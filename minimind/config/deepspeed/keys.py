@@ -160,15 +160,17 @@ def _micro_batch(f: Facts) -> Value:
     shared = derived(f"{f.run.batch_size} rows / {data_size} processes (--split_batches)")
     is_shared = f.run.split_batches and "batch_size" not in f.run.open_flags
     source = shared if is_shared else f.by("batch_size")
+    if f.run.global_batch_size is not None:
+        source = f.by("global_batch_size")
     return f.run.micro_batch_rows(f.world_size), source
 
 
 def _batch(f: Facts) -> Value:
     if "batch_size" in f.run.open_flags:
-        return f.run.rows_per_step(f.world_size), f.by("batch_size")
+        return f.run.padded_rows(f.world_size), f.by("batch_size")
     rows, data_size = f.run.micro_batch_rows(f.world_size), f.run.parallel(f.world_size).data_size
     factors = f"{rows} rows x {f.run.accumulation_steps} micro-batches x {data_size} processes"
-    return f.run.rows_per_step(f.world_size), derived(factors)
+    return f.run.padded_rows(f.world_size), derived(factors)
 
 
 def _accumulation(f: Facts) -> Value:

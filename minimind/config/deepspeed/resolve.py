@@ -177,7 +177,7 @@ def _resolved(
     run = yield from adopt_file(config, path, run, world_size)
     run = yield from adopt_optimizer(config, path, run)
     try:
-        run.micro_batch_rows(world_size)
+        run = run.with_micro_batches(world_size)
     except UsageError as error:
         yield Fault("", str(error))
         return facts

@@ -19,9 +19,11 @@ from minimind.config.checks import given
 from minimind.config.deepspeed.document import MISSING, get, offloads
 from minimind.config.deepspeed.key_checks import Fault, is_one_of
 from minimind.config.deepspeed.keys import (
+    ACCUMULATION,
     BATCH,
     DTYPES,
     KEYS,
+    MICRO_BATCH,
     PARAMS,
     RATE,
     TOTAL_STEPS,
@@ -75,7 +77,7 @@ def _scatters(f: Facts) -> bool:
 
 
 def _other_batch(f: Facts, key: str) -> dict[str, Any]:
-    run, in_step = f.run, f.run.rows_per_step(f.world_size)
+    run, in_step = f.run, f.run.padded_rows(f.world_size)
     if f[key] == in_step or not isinstance(f[key], int):
         return {}
     rows, processes = run.micro_batch_rows(f.world_size), run.parallel(f.world_size).data_size
@@ -83,6 +85,14 @@ def _other_batch(f: Facts, key: str) -> dict[str, Any]:
         "product": f"{rows} rows ({run.sources['batch_size']}) x {run.accumulation_steps}"
         f" micro-batches ({run.sources['accumulation_steps']}) x {processes} processes = {in_step}"
     }
+
+
+def _other_split(f: Facts, key: str) -> dict[str, Any]:
+    """What a key of the split is, where --global_batch_size needs another value."""
+    run, size = f.run, f.world_size
+    needed = run.micro_batch_rows(size) if key == MICRO_BATCH else run.accumulation_steps
+    is_other = run.global_batch_size is not None and f[key] not in (MISSING, needed)
+    return {"needed": needed} if is_other else {}
 
 
 def _short_warmup(f: Facts, key: str) -> bool:
@@ -135,7 +145,13 @@ RULES = (
     Rule(
         BATCH,
         _other_batch,
-        '{key}, but {product}; write "auto" there, or change --batch_size or --accumulation_steps',
+        '{key}, but {product}; write "auto" there, or change --batch_size or --accumulation_steps'
+        " (--global_batch_size keeps the rows of a step on any number of processes)",
+    ),
+    Rule(
+        f"{MICRO_BATCH} {ACCUMULATION}",
+        _other_split,
+        '{key}, but {global_batch_size} needs {needed} here; write "auto" there',
     ),
     Rule(
         f"{RATE}cycle_min_mom {RATE}cycle_max_mom {RATE}decay_mom_rate",

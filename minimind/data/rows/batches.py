@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from minimind.data.rows.order import Order
+from minimind.data.shards.conversation_shards import PADDING
 from minimind.data.shards.token_shards import TokenShards
 from minimind.runtime.device import device_kind
 
@@ -107,11 +109,6 @@ class Batches:
         device: torch.device,
         workers: int = 1,
     ) -> None:
-        if order.rows_per_step % (micro_batch_rows * data_size):
-            raise ValueError(
-                f"rows_per_step = {order.rows_per_step} is not a whole number of micro-batches of"
-                f" {micro_batch_rows} rows on {data_size} ranks"
-            )
         self.order = order
         self._shards = shards
         self.row_tokens = row_tokens
@@ -121,14 +118,17 @@ class Batches:
         kind = device_kind(device)
         self._copies = kind.copies(device)
         self._ahead = workers
-        self._share = order.rows_per_step // data_size
-        small = TOKENS_AT_ONCE // (self._share * row_tokens)
+        self._share = len(order.share(data_rank, data_size))
+        # All ranks take as many micro-batches as the first one, which has the most rows.
+        each = -(-len(order.share(0, data_size)) // micro_batch_rows) * micro_batch_rows
+        self._padded_share = each
+        small = TOKENS_AT_ONCE // (each * row_tokens)
         self._steps_at_once = max(1, small) if workers else 1
         self._reader = ThreadPoolExecutor(max(1, workers), "read-ahead", kind.use, (device,))
         self._pending: dict[int, Future[Block]] = {}  # by number of the block
         self._last: Block | None = None  # the block of the last request
         self._index_lock = threading.Lock()
-        self._stretch = max(1, ROWS_AT_ONCE // self._share)  # steps
+        self._stretch = max(1, ROWS_AT_ONCE // each)  # steps
         self._known: dict[int, np.ndarray] = {}  # row indices by number of the stretch
 
     def of(self, step: int) -> Batches:
@@ -137,7 +137,7 @@ class Batches:
 
     @property
     def tokens_per_step(self) -> int:
-        """Target tokens of one step, over all ranks and micro-batches."""
+        """Target tokens of one step, over all ranks and micro-batches, without padding."""
         return self.order.rows_per_step * (self.row_tokens - 1)
 
     def at(self, step: int) -> tuple[torch.Tensor, ...]:
@@ -157,8 +157,16 @@ class Batches:
         """A micro-batch of any rank, int64 (micro_batch_rows, row_tokens), read now."""
         rows = self.order.rows_for(step, data_rank, self._data_size)
         first = number * self.micro_batch_rows
-        places = rows[first : first + self.micro_batch_rows]
-        return torch.from_numpy(self._shards.read_rows(places, self.row_tokens))
+        return self._padded(rows[first : first + self.micro_batch_rows], 1, self.micro_batch_rows)
+
+    def _padded(self, places: np.ndarray, steps: int, size: int) -> torch.Tensor:
+        """Rows at the `places` of so many steps, each step filled to `size` rows by padding."""
+        rows = torch.from_numpy(self._shards.read_rows(places, self.row_tokens))
+        missing = size - len(places) // steps
+        if not missing:
+            return rows
+        by_step = rows.view(steps, len(places) // steps, self.row_tokens)
+        return F.pad(by_step, (0, 0, 0, missing), value=PADDING).flatten(0, 1)
 
     def _block(self, number: int) -> Block:
         """Return a block, read ahead or now, and start reading the next ones."""
@@ -185,9 +193,9 @@ class Batches:
         first = self.order.origin.step + number * self._steps_at_once  # blocks begin at the origin
         steps = range(first, first + self._steps_at_once)
         places = np.concatenate([self._rows_for(step) for step in steps])
-        rows = torch.from_numpy(self._shards.read_rows(places, self.row_tokens))
+        rows = self._padded(places, len(steps), self._padded_share)
         rows, arrived = (rows, None) if self._copies is None else self._copies.send(rows)
-        steps = [share.split(self.micro_batch_rows) for share in rows.split(self._share)]
+        steps = [share.split(self.micro_batch_rows) for share in rows.split(self._padded_share)]
         return Block(number, rows, steps, arrived)
 
     def _rows_for(self, step: int) -> np.ndarray:

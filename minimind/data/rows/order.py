@@ -502,19 +502,26 @@ class Order:
             mixed = Mixture(tuple(mixture["sizes"]), tuple(mixture["weights"]), left_out)
         return cls(n_rows, rows_per_step, seed, origin, mixed, left_out, jumps)
 
-    def rows_for(self, step: int, data_rank: int, data_size: int, steps: int = 1) -> np.ndarray:
-        """Row indices of `data_rank` for `steps` steps from `step` on, int64 (steps * share,).
+    def share(self, data_rank: int, data_size: int) -> range:
+        """Places of a rank's rows among those of a step; ranks differ by one row at most.
 
-        Ranks take contiguous shares, so the order does not depend on the number of ranks.
+        Shares are contiguous, so the order does not depend on the number of ranks.
         """
-        if self.rows_per_step % data_size:
-            raise ValueError(
-                f"rows_per_step = {self.rows_per_step} cannot be shared by {data_size} ranks"
-            )
-        share = self.rows_per_step // data_size
+        first, stop = (
+            -(-rank * self.rows_per_step // data_size) for rank in (data_rank, data_rank + 1)
+        )
+        return range(first, stop)
+
+    def data_rank_of(self, place: int, data_size: int) -> int:
+        """The rank whose `share` has a place."""
+        return place * data_size // self.rows_per_step
+
+    def rows_for(self, step: int, data_rank: int, data_size: int, steps: int = 1) -> np.ndarray:
+        """Row indices of `data_rank` for `steps` steps from `step` on, int64 (steps * share,)."""
+        share = np.array(self.share(data_rank, data_size), dtype=np.int64)
         places = np.array([self.place(one) for one in range(step, step + steps)], dtype=np.int64)
-        epochs = places[:, 0].repeat(share)
-        positions = (places[:, 1:] + data_rank * share + np.arange(share)).ravel()
+        epochs = places[:, 0].repeat(len(share))
+        positions = (places[:, 1:] + share).ravel()
         if self.mixture:
             return self.mixture.rows_at(positions, self.seed, epochs)
         return self._shuffle.rows_at(positions, epochs)

@@ -17,6 +17,7 @@ from minimind.data.shards.token_shards import TokenShards
 
 TARGET = 1 << 31  # bit of a uint32 token that is trained on
 START = 1 << 31  # bit of a row's non-target token where a conversation starts
+PADDING = ~0  # a token that is no target
 DTYPE = np.dtype("<u4")
 
 

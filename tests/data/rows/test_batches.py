@@ -11,6 +11,7 @@ import torch
 from minimind.data.rows import batches as batches_module
 from minimind.data.rows.batches import ROWS_AT_ONCE, TOKENS_AT_ONCE, Batches, held_out_rows, spread
 from minimind.data.rows.order import Order, Origin
+from minimind.data.shards.conversation_shards import PADDING
 from minimind.data.shards.token_shards import TokenShards
 from minimind.runtime.device import CUDA
 from tests.data.made import write
@@ -140,10 +141,36 @@ def test_an_order_that_took_over_is_read_from_there_on(shards):
     reader.close()
 
 
-def test_a_step_that_is_no_whole_number_of_micro_batches_is_refused(batches):
-    for micro_batch_rows, world_size in [(3, 1), (8, 2)]:
-        with pytest.raises(ValueError, match="micro-batches"):
-            batches(micro_batch_rows, 0, world_size)
+@pytest.mark.parametrize(
+    ("micro_batch_rows", "world_size", "filled"),
+    [
+        (3, 1, [[3, 3, 2]]),
+        (2, 3, [[2, 1], [2, 1], [2, 0]]),  # a micro-batch of padding
+        (1, 5, [[1, 1], [1, 1], [1, 0], [1, 1], [1, 0]]),
+        (1, 9, [[1]] * 8 + [[0]]),  # a rank without a row
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_with_fewer_rows_are_filled_with_padding(
+    batches, micro_batch_rows: int, world_size: int, filled: list[list[int]], workers: int
+):
+    alone = batches(8)
+    ranks = [
+        batches(micro_batch_rows, rank, world_size, workers=workers) for rank in range(world_size)
+    ]
+    for step in (0, 1, 5, 300):
+        (whole,), rows = alone.at(step), []
+        for rank, reader in enumerate(ranks):
+            micro_batches = reader.at(step)
+            assert {tuple(m.shape) for m in micro_batches} == {(micro_batch_rows, ROW)}
+            is_padding = [(m == PADDING).all(1) for m in micro_batches]
+            assert [int((~m).sum()) for m in is_padding] == filled[rank]
+            assert all(m.int().diff().ge(0).all() for m in is_padding)  # it comes last
+            rows += [m[~padding] for m, padding in zip(micro_batches, is_padding, strict=True)]
+            for number, batch in enumerate(micro_batches):
+                assert torch.equal(ranks[0].micro_batch_of(step, rank, number), batch)
+        assert torch.equal(torch.cat(rows), whole)
+    assert {reader.tokens_per_step for reader in ranks} == {8 * (ROW - 1)}
 
 
 @pytest.mark.parametrize("sizes", [(1000, 3, 1, 2000), (0, 1, 500), (4, 4, 4), (1, 10**6, 1, 0)])

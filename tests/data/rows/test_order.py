@@ -86,11 +86,37 @@ def test_places_in_the_global_order_follow_one_another():
     assert places == list(range(240))
 
 
-def test_what_cannot_be_shared_is_refused():
+def test_a_text_of_less_than_a_step_is_refused():
     with pytest.raises(ValueError, match="no step"):
         Order(n_rows=7, rows_per_step=8, seed=0)
-    with pytest.raises(ValueError, match="3 ranks"):
-        Order(n_rows=16, rows_per_step=8, seed=0).rows_for(0, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "sizes"),
+    [
+        (32, 3, [11, 11, 10]),
+        (5, 4, [2, 1, 1, 1]),
+        (2, 3, [1, 1, 0]),
+        (8, 2, [4, 4]),
+        (1000, 7, [143, 143, 143, 143, 143, 143, 142]),
+    ],
+)
+def test_ranks_share_the_rows_of_a_step_as_evenly_as_whole_rows_allow(
+    rows: int, ranks: int, sizes: list[int]
+):
+    order = Order(n_rows=3 * rows + 1, rows_per_step=rows, seed=3)
+    shares = [order.share(rank, ranks) for rank in range(ranks)]
+    assert sorted(map(len, shares), reverse=True) == sizes
+    assert len(shares[0]) == sizes[0]
+    assert [place for share in shares for place in share] == [*range(rows)]
+    for rank, share in enumerate(shares):
+        assert {order.data_rank_of(place, ranks) for place in share} <= {rank}
+    for steps in (1, 4):
+        of_ranks = [
+            order.rows_for(2, rank, ranks, steps).reshape(steps, -1) for rank in range(ranks)
+        ]
+        whole = order.rows_for(2, 0, 1, steps).reshape(steps, rows)
+        np.testing.assert_array_equal(np.concatenate(of_ranks, axis=1), whole)
 
 
 def test_another_batch_reads_on_where_the_first_stood():
