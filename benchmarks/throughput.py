@@ -1,7 +1,7 @@
 """Tokens/s and peak memory of whole training loops, which take turns step by step.
 
     OMP_NUM_THREADS=2 python -m benchmarks.throughput TEXT.jsonl [--model 26m] [--rows 8]
-        [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32] [--against CHECKOUT ...]
+        [--rounds 20] [--warm 4] [--only NAME ...] [--dtype float32 ...] [--against CHECKOUT ...]
         [--out FILE.json]
 
 litgpt takes part if it is installed (docs/measurements.md).
@@ -229,7 +229,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm", type=int, default=WARM)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=(here := installed()))
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    dtypes = ("bfloat16", "bf16-mixed", "float32")
+    parser.add_argument("--dtype", nargs="+", choices=dtypes, default=["bfloat16"])
     parser.add_argument("--against", type=Path, nargs="+", default=[], metavar="CHECKOUT")
     given = parser.parse_args()
     if missing := [name for name in given.only if name not in here]:
@@ -247,14 +248,15 @@ def main() -> None:
             for name in given.only:
                 if checkout and name in OTHERS:
                     continue
-                options = {"environment": fresh_compile_cache(place, len(starts))}
-                options |= {"checkout": checkout}
-                what = (name, given.model, given.rows, place, ("--dtype", given.dtype))
-                starts[f"{name}, {checkout.name}" if checkout else name] = partial(
-                    Contender, *what, **options
-                )
+                for dtype in given.dtype:
+                    options = {"environment": fresh_compile_cache(place, len(starts))}
+                    options |= {"checkout": checkout}
+                    what = (name, given.model, given.rows, place, ("--dtype", dtype))
+                    parts = [name] + ([checkout.name] if checkout else [])
+                    parts += [dtype] if len(given.dtype) > 1 else []
+                    starts[", ".join(parts)] = partial(Contender, *what, **options)
         found = race(starts, given.rounds, given.warm)
-    base = [*found][-1] if given.against else BASE if BASE in found else given.only[0]
+    base = [*found][-1] if given.against else BASE if BASE in found else next(iter(found))
     tokens = given.rows * parse_flags(["--model", given.model]).max_seq_len
     table = summary(found, tokens, base)
     print(shown(table, base))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ def build(case: Case, seed: int, on: str = "cpu") -> Engine:
     run = parse_flags(words.split())
     resolved = ResolvedConfig(run, "ddp" if world_size > 1 else "single")
     if case.stage is not None:
+        # Left on by an engine with torch_autocast; one process of a user has one engine.
+        vars(import_module("deepspeed.runtime.torch_autocast"))["TORCH_AUTOCAST_INITIALIZED"] = (
+            False
+        )
         written = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
         put(written, "zero_optimization.stage", case.stage)
         put(written, "optimizer.params.torch_adam", True)

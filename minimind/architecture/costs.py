@@ -1,6 +1,6 @@
 """Cost of a step by arithmetic: memory and communication in bytes, seconds at a share of the peak.
 
-P is the number of parameters, N of processes, b the size of --dtype in bytes, K
+P is the number of parameters, N of processes, b the size of a weight in bytes, K
 reduce_bucket_size. Memory follows "ZeRO" (Rajbhandari et al. 2020, sections 3 and 5) where
 DeepSpeed 0.19.8 does, and its source where it differs; tests measure both on two processes.
 """
@@ -11,10 +11,11 @@ import re
 from dataclasses import dataclass, replace
 
 from minimind.architecture.shape import Shape, Sizes, elements, flops_per_token
+from minimind.config.flags import MIXED
 from minimind.config.optimizers import OPTIMIZERS, STACKS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
 
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, MIXED: 4}  # of a weight
 FP32 = 4  # bytes
 FLATTENED = 5 * 10**8  # elements of the flat buffer of stage 0's all-reduce, DeepSpeed's default
 
@@ -53,6 +54,11 @@ class Layout:
     @property
     def on_cuda(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def product(self) -> int:
+        """Bytes of a number that a matrix product takes."""
+        return 2 if self.dtype == MIXED else BYTES[self.dtype]
 
     @property
     def iteration(self) -> int:
@@ -248,14 +254,22 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     token instead. The peak adds the larger of the loss (`_loss_bytes`) and the softmax of the last
     block (two fp32 gradients, after its feed-forward). With gradient checkpointing one block is
     alive at a time, with the gradients of its feed-forward or softmax, and not during the loss.
+
+    Under autocast the residual stream is in fp32, every matrix has a copy in bf16, and of its input
+    each linear layer has one, which are one if compiled.
     """
-    b, tokens = BYTES[layout.dtype], layout.rows * shape.max_seq_len // layout.sequence
+    b, tokens = layout.product, layout.rows * shape.max_seq_len // layout.sequence
+    is_mixed, stream = layout.dtype == MIXED, BYTES[layout.dtype]
     e, q, f = shape.dim, shape.q_dim, shape.hidden_dim
     # A fused norm saves its input and one scale per token; the CPU's saves two fp32 copies instead.
-    norm_bytes = b if layout.on_cuda else 2 * FP32
+    norm_bytes = stream if layout.on_cuda else 2 * FP32
     norm = norm_bytes * e + FP32
     heads = norm_bytes * (q + shape.kv_dim) + FP32 * (shape.n_heads + shape.n_kv_heads)
-    inputs = b * e * 2  # inputs of q, k, v and of gate, up
+    copies = 2  # inputs of q, k, v and of gate, up
+    if is_mixed and not layout.is_compiled:
+        copies = 5 + shape.use_moe * (2 * shape.n_shared_experts - 1 + shape.num_experts_per_tok)
+    inputs = b * e * copies
+    of_blocks, of_head = is_mixed * b * shape.hidden_matrices, is_mixed * b * shape.vocab_size * e
     feed_forward = 4 * b * f * shape.visits + (_routing_bytes(shape, b) if shape.use_moe else 0)
     scores = softmax = 0
     is_flex = layout.on_cuda and shape.head_width >= MIN_FLEX_HEAD_DIM
@@ -277,25 +291,28 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
     head = norm + b * e
     loss = _loss_bytes(shape, layout, tokens)
     if layout.recomputes:
-        working = b * (3 * f + e)
+        working = 3 * b * f + stream * e + is_mixed * b * e
         if softmax:
             low = b * shape.n_heads * shape.max_seq_len if b < FP32 else 0  # its copy is freed
             working = max(working, softmax + 3 * b * e - norm - low)
-        inputs = shape.n_layers * b * e
-        peak = max(tokens * head + loss, tokens * (layer + working))
+        inputs = shape.n_layers * stream * e
+        forward = of_blocks + is_mixed * loss * 5 // 6  # the copies are freed at its end
+        peak = tokens * head + of_head + max(loss, forward)
+        peak = max(peak, of_blocks // shape.n_layers + tokens * (layer + working))
         return tokens * (inputs + mask + rotations) + peak
-    return tokens * (shape.n_layers * layer + mask + rotations + head) + max(loss, tokens * softmax)
+    layers = tokens * (shape.n_layers * layer + mask + rotations + head)
+    return of_blocks + of_head + layers + max(loss, tokens * softmax)
 
 
 def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
     """Bytes of the loss of `tokens` positions, or of a chunk of them, at its peak.
 
     Eager: fp32 log-probabilities and two gradients of that size. Compiled: the logits and their
-    gradient in the dtype of the weights.
+    gradient in the dtype of products.
     """
     if layout.chunks_loss:
         tokens = min(tokens, LOSS_CHUNK)
-    per_logit = 2 * BYTES[layout.dtype] if layout.is_compiled else 3 * FP32
+    per_logit = 2 * layout.product if layout.is_compiled else 3 * FP32
     return tokens * shape.vocab_size * per_logit
 
 
@@ -451,7 +468,7 @@ def exchanged_bytes(shape: Shape, layout: Layout) -> int:
     tokens = layout.accumulation_steps * layout.rows * shape.max_seq_len // n
     keys = max(shape.kv_dim, n * shape.head_width)  # fewer than N heads are repeated
     channels = shape.n_layers * (2 * shape.q_dim + 2 * keys)
-    return BYTES[layout.dtype] * tokens * channels * (2 + layout.recomputes) * (n - 1) // n
+    return layout.product * tokens * channels * (2 + layout.recomputes) * (n - 1) // n
 
 
 # All-reduces of a block: in the forward pass the outputs of two layers, in the backward pass the

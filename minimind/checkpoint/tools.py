@@ -36,12 +36,13 @@ from minimind.checkpoint.retention import (
     unknown,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
+from minimind.config.flags import MIXED
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", MIXED)
 SIZES, HASHES, CONTENTS = range(3)  # how far `examine` reads
 ONE = re.compile(r"(?:rejected-|abandoned-)?step_\d{8,}.*")
 NAME_ONE = "name a run's out_dir or a step_ directory"

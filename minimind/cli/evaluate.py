@@ -24,6 +24,7 @@ from minimind.cli.command import (
     utf8,
 )
 from minimind.cli.model import OfChat
+from minimind.config.flags import MIXED
 from minimind.config.run_config import RunConfig
 from minimind.errors import DataError, UsageError
 from minimind.inference.lm_eval_tasks import manager_of, require_template, transformers_tokenizer
@@ -142,7 +143,7 @@ class Eval(OfChat, Cached):
     --data_path (default: the held-out text of the checkpoint's run)"""
     dtype: str = argument(
         "float32",
-        choices=("float32", "bfloat16", "float16"),
+        choices=("float32", MIXED, "bfloat16", "float16"),
         needs="tasks",
         excludes={"lm_eval": "--dtype is for --tasks"},
     )
@@ -222,6 +223,7 @@ def _score_tasks(args: Eval, cache: ObjectCache, device: str, rank: int) -> None
 
     from minimind.config.tasks import read_tasks
     from minimind.engine.build import evaluation_accelerator
+    from minimind.engine.compile import compute_in
     from minimind.inference.own_tasks import HeldOutText
     from minimind.inference.questions import Questions
     from minimind.inference.scores import Shares, fields_of
@@ -244,7 +246,9 @@ def _score_tasks(args: Eval, cache: ObjectCache, device: str, rank: int) -> None
         if one.as_chat:
             require_template(tokenizer, path, f"--tasks {one.name}:chat")
     with evaluation_accelerator(device, dist_timeout=600) as accelerator:
-        model.to(accelerator.device, getattr(torch, args.dtype))
+        of_weights = "float32" if args.dtype == MIXED else args.dtype
+        model.to(accelerator.device, getattr(torch, of_weights))
+        compute_in(args.dtype, model, accelerator.device.type)
         ranks = Ranks(timedelta(seconds=600))
         shares = Shares(
             group=ranks.rank, size=ranks.world_size, add=ranks.sum_over_ranks, gather=ranks.gather

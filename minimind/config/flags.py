@@ -30,6 +30,7 @@ MOST_EXPERTS = 1024  # per layer
 MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
 AUTO = "auto"  # value of a flag that the start decides (config/rules.py)
 EPOCH = "epoch"  # value of an interval: the steps of one pass, which the start counts
+MIXED = "bf16-mixed"  # value of --dtype: products in bf16 by torch.autocast, all else in fp32
 
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
 CHANGEABLE = ("batch", "schedule", "lr", "data", "tokenizer", "model", "dtype", "seed")
@@ -300,10 +301,13 @@ class Optimizer:
     float32, and saved, evaluated and exported beside the weights"""
     grad_clip: float = flag(1.0, ge=0.0)
     """maximum global gradient norm; 0 disables clipping"""
-    dtype: str = flag(AUTO, choices=(AUTO, "bfloat16", "float16", "float32"), takes_auto=True)
-    """precision of forward and backward; the optimizer keeps float32 weights. auto takes the dtype
-    of the checkpoint, else bfloat16 if the device of every rank has instructions for it, else
-    float32"""
+    dtype: str = flag(
+        AUTO, choices=(AUTO, "bfloat16", MIXED, "float16", "float32"), takes_auto=True
+    )
+    """precision of forward and backward; the optimizer keeps float32 weights. bf16-mixed has
+    float32 weights and gradients in the model too, and bfloat16 products (torch.autocast). auto
+    takes the dtype of the checkpoint, else bfloat16 if the device of every rank has instructions
+    for it, else float32"""
     tf32: bool = flag(False)
     """multiply float32 matrices as TensorFloat-32 on GPUs, which is several times as fast and has
     10 bits of mantissa instead of 23"""

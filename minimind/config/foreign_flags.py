@@ -22,7 +22,7 @@ from_resume=1 | --resume auto | the default; weights are saved in fp32
 log_interval save_interval | --log_interval, --save_interval | steps here, micro-batches there; `--save_minutes` also saves every 30 minutes
 max_seq_len | --max_seq_len | documents are packed here, truncated and padded there
 inference_rope_scaling | --rope_scaling yarn | with `--rope_factor`, in training; the model keeps it ([long context](models.md#long-context))
-dtype=bfloat16 | --dtype bfloat16 | with fp32 master weights; or `float32`
+dtype=bfloat16 | --dtype bf16-mixed | fp32 weights and bf16 products by autocast; `bfloat16` has bf16 weights with an fp32 copy
 use_moe=1 | --use_moe | [its flags](models.md#mixture-of-experts)
 data_path=x.jsonl | --data_path x.jsonl | tokenised once and cached
 use_wandb wandb_project | --report_to wandb, --wandb_project | or `--report_to swanlab`
@@ -48,6 +48,7 @@ max_iters lr_decay_iters | --max_steps | the decay ends with the run
 warmup_iters | --warmup_steps |
 min_lr | --min_lr_ratio | a fraction of the peak, not a rate
 decay_lr=False | --schedule constant |
+dtype='bfloat16' | --dtype bf16-mixed | the same: autocast of fp32 weights
 wandb_log wandb_run_name | --report_to wandb, --wandb_run_name |
 compile=False | --compile off |
 backend |  | nccl on GPUs, gloo on CPUs
@@ -87,7 +88,7 @@ adam_beta1 adam_beta2 | --beta1, --beta2 |
 adam_epsilon |  | `optimizer.params.eps` of the DeepSpeed JSON
 max_grad_norm | --grad_clip | 0 switches it off
 lr_scheduler_type | --schedule | `cosine` ends at `--min_lr_ratio` of the peak (default 0.1), the Trainer's at 0
-bf16 fp16 | --dtype bfloat16, --dtype float16 |
+bf16 fp16 | --dtype bfloat16, --dtype float16 | without DeepSpeed the Trainer's `bf16` is `--dtype bf16-mixed`
 logging_steps | --log_interval |
 eval_steps eval_on_start | --eval_interval, --eval_at_start | of `--eval_rows` rows
 eval_strategy save_strategy | --eval_interval, --save_interval | `epoch`, or a number of steps
@@ -117,7 +118,7 @@ preprocessing_num_workers |  | tokenising uses every core
     "litgpt": """
 model_name | --model | a preset, or `hf:DIR`
 initial_checkpoint_dir | --init_from |
-precision | --dtype |
+precision | --dtype | of `bf16-mixed` under the same name; `bf16-true` has no fp32 copy of the weights
 data | --data_path |
 tokenizer_dir | --tokenizer |
 logger_name | --report_to |
@@ -204,7 +205,8 @@ estimate_memory | minimind plan |
 
 # What others write for a value: ours, then theirs, in lower case.
 VALUES = """
-bfloat16 | bf16 bfloat bf16-mixed bf16-true
+bfloat16 | bf16 bfloat bf16-true
+bf16-mixed | bf16_mixed bf16mixed bfloat16-mixed amp_bf16 autocast torch_autocast amp mixed
 float16 | fp16 half 16 16-mixed 16-true
 float32 | fp32 float single full 32 32-true no
 cuda | gpu nvidia cuda:0

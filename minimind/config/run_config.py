@@ -13,6 +13,7 @@ from minimind.config.flags import (
     CHANGEABLE,
     FLAGS,
     MAX_ROPE_FACTOR,
+    MIXED,
     Data,
     Engine,
     Length,
@@ -150,6 +151,16 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
             defaults["muon_lr"] = self.learning_rate
         given = {name: getattr(self, name) for name in defaults}
         return defaults | {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def weight_dtype(self) -> str:
+        """dtype of the model's weights and gradients."""
+        return "float32" if self.dtype == MIXED else self.dtype
+
+    @property
+    def product_dtype(self) -> str:
+        """dtype of matrix products."""
+        return "bfloat16" if self.dtype == MIXED else self.dtype
 
     @property
     def muon(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import tracker_refusal
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
 from minimind.config.optimizers import ADAM_TYPES
-from minimind.engine.compile import compile_model
+from minimind.engine.compile import compile_model, compute_in
 from minimind.engine.engine import Engine
 from minimind.engine.optimizers import optimizer_of, run_groups, trial_optimizer
 from minimind.engine.plain_backend import PlainBackend, prepare_for_ddp, unused_parameters
@@ -66,7 +66,7 @@ MODELS = {  # DeepSpeed's models of sections
     "DeepSpeedThroughputTimerConfig": "timers.throughput",
 }
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+PRECISION = {"bfloat16": "bf16", "float16": "fp16"}  # DeepSpeed has blocks for
 
 
 @phase("building the engine")
@@ -109,7 +109,7 @@ def _deepspeed(
     accelerator = _accelerator(
         device,
         run.dist_timeout,
-        mixed_precision=PRECISION[run.dtype],
+        mixed_precision=PRECISION.get(run.dtype, "no"),
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(resolved)),
         gradient_accumulation_steps=run.accumulation_steps,
     )
@@ -123,6 +123,7 @@ def _deepspeed(
     assert plugin is not None
     # Apply our configuration again: Accelerate overwrites steps_per_print.
     plugin.deepspeed_config.update(configuration(resolved))
+    compute_in(run.dtype, model, device)
     compile_model(model, run, device)
     has_block = "optimizer" in resolved.config
     optimizer = DummyOptim(groups, lr=run.learning_rate) if has_block else optimizer_of(groups, run)
@@ -222,13 +223,14 @@ def _plain(
         set_rendezvous_defaults(os.environ)
     has_unused = resolved.backend == "ddp" and bool(unused_parameters(model))
     prepare_for_ddp(model)
-    model.to(getattr(torch, run.dtype))
+    model.to(getattr(torch, run.weight_dtype))
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True, find_unused_parameters=has_unused
     )
     accelerator = _accelerator(
         device, run.dist_timeout, ddp, mixed_precision="no", cpu=device == "cpu"
     )
+    compute_in(run.dtype, model, device)
     compile_model(model, run, device)
     with lost_peers():
         forward = accelerator.prepare_model(model)

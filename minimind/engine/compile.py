@@ -1,4 +1,4 @@
-"""torch.compile of the model, its time, and the model without it."""
+"""Autocast and torch.compile of the model, the time of the latter, and the model without it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minimind.config.flags import MIXED
 from minimind.config.run_config import RunConfig
 from minimind.runtime.terminal import phase
 
@@ -26,6 +27,16 @@ CACHEABLE = dict.fromkeys(
 # One C++ file for each graph instead of one for each kernel, most of whose time is that of the
 # headers; and no trial of the vector instructions that the processor reports.
 CPU_OPTIONS: dict[str, Any] = {"cpp_wrapper": True, "cpp.vec_isa_ok": True}
+
+
+def compute_in(dtype: str, model: Any, device: str) -> None:
+    """With a --dtype of bf16-mixed, run every forward pass of the model under torch.autocast.
+
+    Evaluations, samples and checks call the model itself, without DeepSpeed's engine, whose own
+    autocast is around this one in training. To be called before `compile_model`.
+    """
+    if dtype == MIXED:
+        model.forward = torch.autocast(device, torch.bfloat16)(model.forward)
 
 
 def compile_model(model: Any, run: RunConfig, device: str) -> None:

@@ -35,7 +35,7 @@ class PlainBackend:
         self, forward: nn.Module, module: nn.Module, resolved: ResolvedConfig, groups: Groups
     ) -> None:
         run = resolved.run
-        is_low = run.dtype != "float32"
+        is_low = run.weight_dtype != "float32"
         self.module = module
         self.forward = forward
         self.masters = MasterWeights.of(groups, partial(optimizer_of, run=run)) if is_low else None

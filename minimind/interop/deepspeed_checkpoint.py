@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from minimind.checkpoint.tensor_files import readable
+from minimind.config.deepspeed.keys import DTYPES as NAMES
+from minimind.config.flags import MIXED
 from minimind.config.optimizers import ADAM, MOMENTUM, OPTIMIZERS
 from minimind.engine.state import MASTER
 from minimind.errors import CheckpointError
@@ -262,6 +264,10 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
         )
         dtypes = [value.dtype for value in state["module"].values() if value.is_floating_point()]
         found.dtype = DTYPES[dtypes[0]]
+        autocast: Any = found.config.get("torch_autocast")
+        if isinstance(autocast, Mapping) and autocast.get("enabled") is True:
+            is_bf16 = NAMES.get(str(autocast.get("dtype"))) == "bfloat16"
+            found.dtype = MIXED if is_bf16 else found.dtype
         schedule = state.get("lr_scheduler")
         found.has_schedule = schedule is not None
         if isinstance(schedule, Mapping) and "last_batch_iteration" in schedule:

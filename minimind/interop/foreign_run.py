@@ -16,6 +16,7 @@ from minimind.architecture.select import MiniMind, shape_flags
 from minimind.checkpoint.directory import describe_file, step_directory, write_manifest
 from minimind.checkpoint.tensor_files import BUFFERS, Part, write_parts, write_tensors
 from minimind.checkpoint.validation import shard_name
+from minimind.config.flags import MIXED
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
@@ -209,7 +210,7 @@ def _lost(found: ForeignCheckpoint) -> Iterator[tuple[str, str]]:
     if found.low_precision:
         yield "weights in float32", f"begin at those of the file, some in {found.low_precision}"
     if "dtype" in found.unknown:
-        yield "dtype", "--dtype; MiniMind's has float32 weights and low-precision products"
+        yield "dtype", f"--dtype; MiniMind's own is {MIXED}"
     if (eps := group.get("eps", 1e-8)) != 1e-8 and found.optimizer == "adamw":
         yield f"eps {eps:g}", "1e-08, or an optimizer block of a DeepSpeed file (--allow_change lr)"
     if found.optimizer == "adamw" and found.is_coupled and group.get("weight_decay"):

@@ -258,7 +258,8 @@ class HeadNorm(nn.RMSNorm):
     def forward(self, x: Tensor, is_half: bool = False) -> Tensor:
         """Normalize; is_half: channels are in the half layout."""
         weight = interleaved_to_half(self.weight, len(self.weight)) if is_half else self.weight
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        # Under autocast x is in bf16 and the weight in fp32; attention takes one dtype.
+        return F.rms_norm(x.type_as(weight), self.normalized_shape, weight, self.eps).type_as(x)
 
 
 def half_heads(

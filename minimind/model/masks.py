@@ -76,7 +76,7 @@ def make_attention_mask(
     if starts_BT is not None and use_flex:
         return document_block_mask(starts_BT)
     mask = boolean_mask(length, past, attention_mask, starts_BT, device, keys)
-    return additive_mask(mask, x_BTE.dtype) if is_fused and mask is not None else mask
+    return additive_mask(mask, dtype) if is_fused and mask is not None else mask
 
 
 def boolean_mask(

@@ -193,7 +193,7 @@ def _pairs(engine: Engine) -> Iterator[tuple[Key, Tensor, Tensor]]:
 ROUNDING = {
     "float32": (1e-5, 1e-4),
     "tf32": (1e-3, 1e-2),
-    "bfloat16": (1e-3, 3e-2),
+    **dict.fromkeys(("bfloat16", "bf16-mixed"), (1e-3, 3e-2)),
     "float16": (1e-3, 1e-2),
 }
 EXACT = (0.0, 0.0)

@@ -33,6 +33,7 @@ Found = tuple[str, str, str, str]  # a kind, what is seen and why it matters, wh
 
 LOOK = "a lower --learning_rate, or look at their rows (nonfinite_rows.jsonl)"
 PRECISION = {"float16": "--dtype bfloat16", "bfloat16": f"--dtype float32, {LOOK}"}
+PRECISION["bf16-mixed"] = PRECISION["bfloat16"]
 MIX = "mix the sources of both stages with weights"
 KEPT = (
     "look at what your own code keeps (losses as tensors, lists), or save with --save_interval and"

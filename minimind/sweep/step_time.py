@@ -24,6 +24,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import build_config
 from minimind.config.rules import with_dtype
 from minimind.config.run_config import RunConfig
+from minimind.engine.compile import compute_in
 from minimind.engine.engine import mean_loss, text_inputs
 from minimind.engine.optimizers import run_groups
 from minimind.engine.plain_backend import PlainBackend
@@ -41,7 +42,8 @@ def step_seconds(run: RunConfig, device: str) -> float:
     kind = device_kind(device)
     run = with_dtype(run, device, kind.has_bf16)
     model = model_of(minimind_config(run, bos_token_id=None, eos_token_id=0, pad_token_id=None))
-    model.to(device, getattr(torch, run.dtype))
+    model.to(device, getattr(torch, run.weight_dtype))
+    compute_in(run.dtype, model, device)
     backend = PlainBackend(model, model, ResolvedConfig(run, "single"), run_groups(model, run))
     rows = torch.randint(run.vocab_size, (run.batch_size, run.max_seq_len + 1), device=device)
     taken: list[float] = []

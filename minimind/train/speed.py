@@ -6,6 +6,7 @@ import torch
 
 from minimind.architecture.select import Architecture
 from minimind.config.deepspeed.document import leaves
+from minimind.config.flags import MIXED
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.rows.order import Order
@@ -35,7 +36,7 @@ def kernels_of(engine: Engine) -> int:
     from minimind.architecture.shape import shape_of
 
     resolved, run = engine.resolved, engine.resolved.run
-    is_counted = run.hugging_face is None and run.optimizer == "adamw"
+    is_counted = run.hugging_face is None and run.optimizer == "adamw" and run.dtype != MIXED
     if not is_counted or run.use_moe or run.gradient_checkpointing:
         return 0
     layout = layout_of(run, engine.world_size, resolved.config, engine.device.type)

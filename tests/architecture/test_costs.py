@@ -19,6 +19,7 @@ from minimind.architecture.costs import Layout, activation_bytes, bytes_sent, me
 from minimind.architecture.plan import Machine, alternatives, layout_of, plan, shape_of
 from minimind.architecture.shape import Shape, flops_per_token
 from minimind.config.parse import PRESETS, parse_flags
+from minimind.engine.compile import compute_in
 from minimind.model import kernels
 from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
@@ -88,6 +89,12 @@ def test_parameters_are_those_of_the_model(shape: Shape):
     assert Counter(numbers.values()) == sum((Counter({n: k}) for n, k in sizes), Counter())
 
 
+def of_dtype(model: Any, dtype: str) -> Any:
+    """The model as it is trained in --dtype."""
+    compute_in(dtype, model, "cpu")
+    return model.to(getattr(torch, "float32" if dtype == "bf16-mixed" else dtype))
+
+
 def backward(model: MiniMindForCausalLM, rows: torch.Tensor) -> None:
     loss, count = next_token_loss(model(input_ids=rows[:, :-1]).logits, rows[:, 1:])
     (loss / count).backward()
@@ -110,7 +117,7 @@ def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16-mixed", "float32"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -125,7 +132,7 @@ def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
 def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, attention: str):
     is_masked, is_fused = "masked" in attention, "flash" in attention
     shape = replace(shape, use_flash_attn=is_fused, doc_mask=is_masked)
-    model: Any = model_of(shape).to(getattr(torch, dtype))
+    model = of_dtype(model_of(shape), dtype)
     layout = Layout(2, 1, dtype, rows=4, device="cpu")
     rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
     assert allocated_at_most(model, rows) == pytest.approx(
@@ -135,7 +142,7 @@ def test_activations_are_what_the_allocator_gives_out(shape: Shape, dtype: str, 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("attention", ["flash", "reference", "flash, masked", "masked"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16-mixed", "float32"])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
     recomputes: bool, dtype: str, attention: str
@@ -143,7 +150,7 @@ def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
     is_masked, is_fused = "masked" in attention, "flash" in attention
     shape = replace(SMALL, max_seq_len=128, n_layers=6, n_heads=8, qk_norm=True)
     shape = replace(shape, use_flash_attn=is_fused, doc_mask=is_masked)
-    model: Any = model_of(shape).to(getattr(torch, dtype)).train()
+    model = of_dtype(model_of(shape), dtype).train()
     if recomputes:
         enable_checkpointing(model)
     layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
@@ -154,13 +161,13 @@ def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16-mixed", "float32"])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("use_flash_attn", [False, True])
 def test_activations_of_experts_likewise(use_flash_attn: bool, recomputes: bool, dtype: str):
     shape = replace(SMALL, max_seq_len=128, n_layers=3, use_flash_attn=use_flash_attn)
     shape = replace(shape, use_moe=True, n_routed_experts=6, n_shared_experts=2)
-    model: Any = model_of(shape).to(getattr(torch, dtype))
+    model = of_dtype(model_of(shape), dtype)
     if recomputes:
         enable_checkpointing(model)
     layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
@@ -219,12 +226,12 @@ def test_plan_counts_recomputed_blocks_and_advises_them_where_nothing_fits():
     assert held < whole / 3
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16-mixed", "float32"])
 def test_one_mask_over_long_rows_is_counted_for_all_blocks(dtype: str):
     long = replace(SMALL, max_seq_len=1024, hidden_dim=64, doc_mask=True)
     layout = Layout(2, 1, dtype, rows=4, device="cpu")
     rows = torch.randint(long.vocab_size, (4, long.max_seq_len + 1))
-    model: Any = model_of(long).to(getattr(torch, dtype))
+    model = of_dtype(model_of(long), dtype)
     assert allocated_at_most(model, rows) == pytest.approx(activation_bytes(long, layout), rel=0.02)
 
 

@@ -30,6 +30,7 @@ BOTH = {"bf16": AUTO, "fp16": AUTO}
 CHECKPOINT = "auto: as in step_00000004"
 HAS, LACKS = "auto: cpu has bf16 instructions", "auto: cpu has no bf16 instructions"
 BF16, FP16 = "ds.json: bf16.enabled", "ds.json: fp16.enabled"
+AUTOCAST = "ds.json: torch_autocast.enabled"
 YAML = "accelerate launch (YAML or flag): mixed_precision"
 # Flags, blocks of the file (None: no DeepSpeed), mixed_precision, dtype of the checkpoint, whether
 # the device has bf16 instructions; dtype and its origin.
@@ -55,6 +56,27 @@ CASES: dict[str, tuple[str, Any, str, str, bool, str, str]] = {
     "bf16 off, slow": ("", {"bf16": OFF}, "", "", False, "float32", LACKS),
     "fp16 off": ("", {"fp16": OFF}, "", "", True, "bfloat16", HAS),
     "fp16 off, a flag": ("--dtype bfloat16", {"fp16": OFF}, "", "", True, "bfloat16", "--dtype"),
+    "autocast on": ("", {"torch_autocast": ON}, "", "", True, "bf16-mixed", AUTOCAST),
+    "autocast on, auto beside it": (
+        "",
+        {**BOTH, "torch_autocast": {**ON, "dtype": "auto"}},
+        "",
+        "",
+        True,
+        "bf16-mixed",
+        AUTOCAST,
+    ),
+    "autocast off": ("", {"torch_autocast": OFF}, "", "", True, "bfloat16", HAS),
+    "a flag, autocast auto": (
+        "--dtype bf16-mixed",
+        {**BOTH, "torch_autocast": AUTO},
+        "",
+        "",
+        True,
+        "bf16-mixed",
+        "--dtype",
+    ),
+    "resumed under autocast": ("", BOTH, "", "bf16-mixed", True, "bf16-mixed", CHECKPOINT),
     "the launcher": ("", None, "bf16", "", False, "bfloat16", YAML),
     "the launcher, resumed": ("", BOTH, "bf16", "float32", True, "bfloat16", YAML),
     "the launcher leaves it": ("", None, "no", "", True, "bfloat16", HAS),

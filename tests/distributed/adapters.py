@@ -36,7 +36,7 @@ from tools.engines import (
 SAVED, LAST = 5, 13
 # By these a product of 6 to 13 factors is another float32 than a power, begun anew after 5.
 BETAS = "--beta1 0.85 --beta2 0.97"
-BF16, FP16, FP32 = "bfloat16", "float16", "float32"
+BF16, FP16, FP32, MIXED = "bfloat16", "float16", "float32", "bf16-mixed"
 ZERO, PARAMS = "zero_optimization.", "optimizer.params."
 OFFLOAD = {f"{ZERO}offload_optimizer": {"device": "cpu"}, "zero_force_ds_cpu_optimizer": False}
 CPU_ADAM = {f"{ZERO}offload_optimizer": {"device": "cpu"}, f"{PARAMS}torch_adam": False}
@@ -45,6 +45,8 @@ ROUND_ROBIN = {f"{ZERO}round_robin_gradients": True, f"{ZERO}parameter_alignment
 BLOCKS = {
     f"{ZERO}leaf_module": {"classes": ["minimind.model.causal_lm.DenseBlock"]}
 }  # gathered at once
+# Of the layers of this class, not of its subclasses, gradients are sent in bf16.
+LOW_SENT = {"torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"]}
 WIDE_SUMS = {"data_types.grad_accum_dtype": "fp32"}
 # The scale doubles every 3 steps, overflows, and is halved: all of it before and after the save.
 SCALED = {"fp16.initial_scale_power": 20, "fp16.loss_scale_window": 3, "fp16.hysteresis": 2}
@@ -118,6 +120,17 @@ CASES = {
     "3, bf16, experts": Case(3, BF16, shape=EXPERTS),
     "3, bf16, experts, blocks": Case(3, BF16, edits=BLOCKS, shape=EXPERTS),
     "3, fp32, recomputing, blocks": Case(3, FP32, edits=BLOCKS, model=Recomputing),
+    "ddp, mixed": Case(None, MIXED),
+    "0, mixed": Case(0, MIXED),
+    "1, mixed": Case(1, MIXED, flags=AVERAGE),
+    "2, mixed": Case(2, MIXED),
+    "2, mixed, low sent": Case(2, MIXED, edits=LOW_SENT),
+    "2, mixed, offload": Case(2, MIXED, edits=OFFLOAD),
+    "2, mixed, Muon": Case(2, MIXED, edits=MUON),
+    "2, mixed, experts": Case(2, MIXED, shape=EXPERTS),
+    "2, mixed, recomputing": Case(2, MIXED, model=Recomputing),
+    "2, mixed, one graph": Case(2, MIXED, flags="--compile on"),
+    "3, mixed": Case(3, MIXED),
     "3, bf16, offload": Case(3, BF16, edits=OFFLOAD, flags=AVERAGE),
     "3, bf16, FusedAdam": Case(3, BF16, edits=FUSED),
     "3, bf16, CPUAdam": Case(3, BF16, edits=CPU_ADAM),

@@ -29,7 +29,11 @@ def rows(step: int, vocab_size: int) -> torch.Tensor:
 
 
 def configuration(stage: int, dtype: str, processes: int) -> dict[str, Any]:
-    blocks = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
+    blocks: dict[str, Any] = {
+        "bfloat16": {"bf16": {"enabled": True}},
+        "float16": {"fp16": {"enabled": True}},
+        "bf16-mixed": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+    }
     return {
         "train_micro_batch_size_per_gpu": ROWS // processes,
         "gradient_clipping": CLIP,

@@ -28,6 +28,7 @@ from minimind.checkpoint.resume import resume
 from minimind.cli.main import main
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
+from minimind.engine.compile import compute_in
 from minimind.engine.optimizers import parameter_groups
 from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import CheckpointError
@@ -43,8 +44,8 @@ from tests.interop.hostile import good_folder
 from tools.runs import config_of_stage, events
 
 STEPS, RATE, ROWS, LENGTH = 3, 1e-2, 4, 16  # of deepspeed_runs.py, which imports DeepSpeed
-DTYPES = {"f": "float32", "b": "bfloat16"}
-BOUNDS = {"float32": 1e-6, "bfloat16": 2e-2}  # of a loss of 6.4
+DTYPES = {"f": "float32", "b": "bfloat16", "m": "bf16-mixed"}
+BOUNDS = {"float32": 1e-6, "bfloat16": 2e-2, "bf16-mixed": 2e-2}  # of a loss of 6.4
 MODEL_FILE, NORM = "mp_rank_00_model_states.pt", "model.norm.weight"
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 Written = Callable[[int, tuple[str, ...]], Path]
@@ -90,7 +91,7 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 FEW = ("2f", "3b", "0b", "1f")
-ALL = tuple(f"{stage}{dtype}" for stage in range(4) for dtype in "fb")
+ALL = tuple(f"{stage}{dtype}" for stage in range(4) for dtype in "fbm")
 BIG = [pytest.param(n, ALL, name, marks=pytest.mark.long) for n in (1, 2, 4) for name in ALL]
 
 
@@ -110,8 +111,9 @@ class Engine(tiny.Engine):
     def __init__(self, checkpoint: Path) -> None:
         config = read_checkpoint_weights(checkpoint).config
         dtype = read_manifest(checkpoint)["identity"]["dtype"]["dtype"]
-        self.model = MiniMindForCausalLM(config).to(getattr(torch, dtype))
         run = parse_flags(["--dtype", dtype, "--learning_rate", str(RATE), "--grad_clip", "1"])
+        self.model = MiniMindForCausalLM(config).to(getattr(torch, run.weight_dtype))
+        compute_in(dtype, self.model, "cpu")
         groups = parameter_groups(self.model, 0.1)
         self.backend = PlainBackend(self.model, self.model, ResolvedConfig(run, "single"), groups)
 

@@ -184,14 +184,15 @@ def test_a_moving_average_has_its_own_scores(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16-mixed"])
 def test_in_bfloat16_the_same_precision_gives_the_same_scores(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dtype: str, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    changes = {"dtype": "bfloat16", "eval_tasks": ALL, "eval_tasks_interval": 6}
+    changes = {"dtype": dtype, "eval_tasks": ALL, "eval_tasks_interval": 6}
     changes |= {"eval_tasks_limit": 12, "mup_base_dim": 16}
     assert train(flags_of(trained, **changes), out_dir=str(tmp_path / "out")) == 0
     (event,) = events(tmp_path / "out", "scores")
-    again = asked_again(capsys, tmp_path / "out", "--dtype", "bfloat16")
+    again = asked_again(capsys, tmp_path / "out", "--dtype", dtype)
     assert again["tasks"] == event["tasks"]
 
 

@@ -25,6 +25,7 @@ from minimind.config.deepspeed.keys import (
     TOTAL_STEPS,
     optimizer_name,
 )
+from minimind.config.flags import MIXED
 from minimind.config.launcher_env import Launch
 from minimind.config.optimizers import FLAG_OF_TYPE, OPTIMIZERS
 from minimind.config.origin import Origin, Rank
@@ -35,7 +36,7 @@ from minimind.runtime import disk
 
 Layer = Generator[Fault, None, RunConfig]  # yields faults and returns the run with its values
 IN_FILE = 'write "auto" in the file'
-DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16"}
+DTYPE_BLOCKS = {"bf16": "bfloat16", "fp16": "float16", "torch_autocast": MIXED}
 # Parameters of DeepSpeed's Muon that torch's does not have, with their only accepted values.
 ONLY_IN_DEEPSPEED = {
     "torch_adam": (True,),
@@ -166,11 +167,12 @@ def _with_batch(config: Mapping[str, Any], path: str, run: RunConfig, data_size:
 
 
 def _adopt_dtype(config: Mapping[str, Any], path: str, run: RunConfig) -> Layer:
-    """Adopt the precision of the bf16 and fp16 blocks."""
+    """Adopt the precision of the blocks of which one may be on."""
     enabled = {dtype: get(config, f"{block}.enabled") for block, dtype in DTYPE_BLOCKS.items()}
     on = [dtype for dtype, value in enabled.items() if value is True]
     if len(on) > 1:
-        yield Fault("", f"{path}: bf16.enabled and fp16.enabled are both true; turn one off")
+        names = [f"{block}.enabled" for block, dtype in DTYPE_BLOCKS.items() if dtype in on]
+        yield Fault("", f"{path}: {' and '.join(names)} are true; leave one on")
         return run
     if not on and enabled.get(run.dtype) is not False:
         return run

@@ -289,7 +289,7 @@ def with_compile(
     """
     run = resolved.run
     find_fault = compiler_fault if not is_elsewhere else lambda *_: ""
-    needs_bf16 = run.dtype == "bfloat16"
+    needs_bf16 = run.product_dtype == "bfloat16"
     if run.compile == "on" and (fault := find_fault(device, needs_bf16)):
         raise UsageError(
             f"compile = on ({run.sources['compile']}), but {fault}; correct that, or use"
@@ -493,7 +493,7 @@ def single_process_advice(resolved: ResolvedConfig, world_size: int) -> str:
 
 def slow_bf16(run: RunConfig, device: str) -> str:
     """Warning that this CPU emulates bfloat16; empty if it does not."""
-    if run.dtype != "bfloat16" or device != HOST.name or HOST.has_bf16:
+    if run.product_dtype != "bfloat16" or device != HOST.name or HOST.has_bf16:
         return ""
     return (
         f"warning  {given(run, 'dtype')}: this CPU has no bf16 instructions and emulates them, many"
@@ -520,7 +520,7 @@ def unused_fp16(setup: Setup, resolved: ResolvedConfig) -> str:
 def eager_on_gpu(run: RunConfig, device: str) -> str:
     """Warning that --compile auto is off on a GPU because something is missing; else empty."""
     is_eager = device_kind(device).has_triton and run.compile == "off"
-    fault = compiler_fault(device, run.dtype == "bfloat16") if is_eager else ""
+    fault = compiler_fault(device, run.product_dtype == "bfloat16") if is_eager else ""
     if not fault or run.sources["compile"] != derived(fault):
         return ""
     return f"warning  the model is not compiled, which is slower: {fault}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minimind.config.deepspeed.document import AUTO, MISSING, get, offloads
+from minimind.config.flags import MIXED
 from minimind.config.optimizers import ADAM_TYPES
 from minimind.config.origin import Origin, Rank, derived
 from minimind.config.run_config import RunConfig
@@ -261,6 +262,10 @@ def _is_adam(f: Facts) -> bool:
     return f.optimizer in ADAM_TYPES
 
 
+def _is_mixed(f: Facts) -> bool:
+    return f.run.dtype == MIXED
+
+
 def _takes(param: str) -> Callable[[Facts], bool]:
     return lambda f: param in OPTIMIZER_PARAMS.get(f.optimizer, "").split()
 
@@ -276,6 +281,8 @@ _UNTESTED = _fixed(True, derived("an optimizer of torch's"))
 _NO_WAIT = _fixed(False, derived("it would wait for the device"))
 _NO_STAGE = _fixed(0, Origin("DeepSpeed's default: no stage is named", Rank.DEFAULT))
 _NOT_SAVED = _fixed(False, derived("DeepSpeed saves nothing"))
+_OF_MIXED = derived(f"the products of {MIXED}")
+_ALL_FP32 = _fixed([], derived("all is sent in fp32"))
 _FIXED_BETAS = _fixed(False, derived("the betas are beta1 and beta2"))
 _WARMS = _schedules("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _PEAKS, _ENDS = _schedules("WarmupLR", "WarmupDecayLR"), _schedules(*_DECAYING)
@@ -435,8 +442,10 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
     ),
     "timers": (Key("throughput", "object"),),
     "torch_autocast": (
-        Key("enabled", only=(False, None), why="--dtype decides the precision"),
-        *_named("", "dtype lower_precision_safe_modules"),
+        Key("enabled", "bool", fill=_has_dtype(MIXED), needed=_is_mixed),
+        Key("dtype", (*DTYPES,), fill=_fixed("bfloat16", _OF_MIXED), needed=_is_mixed),
+        # DeepSpeed's default sends gradients of linear layers, and at stage 3 weights, in bf16.
+        Key("lower_precision_safe_modules", "list", "", _ALL_FP32, _is_mixed, stages="123"),
     ),
     "optimizer": (Key("type", "text"), Key("params", "object"), Key("legacy_fusion", "bool")),
     "optimizer.params": (

@@ -52,7 +52,7 @@ from minimind.runtime.urls import masked_values
 NOT_IDENTITY = ("lr", "betas", "weight_decay", "torch_adam", "foreach", "fused", "capturable")
 # Objects that rules read; offload_* may be null.
 OBJECTS = ("bf16", "fp16", "zero_optimization", "optimizer", "optimizer.params", "scheduler")
-OBJECTS += ("scheduler.params", "zero_optimization.offload_optimizer")
+OBJECTS += ("torch_autocast", "scheduler.params", "zero_optimization.offload_optimizer")
 OBJECTS += ("zero_optimization.offload_param",)
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from minimind.config.deepspeed.keys import (
     ZERO,
     Facts,
 )
-from minimind.config.flags import FLAGS
+from minimind.config.flags import FLAGS, MIXED
 from minimind.config.optimizers import ADAM_TYPES, FLAG_OF_TYPE, OPTIMIZERS, READ_BY
 from minimind.config.origin import Origin, Rank, derived
 from minimind.config.run_config import RunConfig
@@ -121,8 +121,8 @@ def _offloads_too_early(least: int) -> Callable[[Facts, str], object]:
 
 
 def _another_dtype(f: Facts, key: str) -> dict[str, Any]:
-    dtype = DTYPES.get(str(f[key]), f.run.dtype)
-    return {"needed": dtype} if dtype != f.run.dtype else {}
+    dtype = DTYPES.get(str(f[key]), f.run.weight_dtype)
+    return {"needed": dtype} if dtype != f.run.weight_dtype else {}
 
 
 def _scales_with_gradient(f: Facts, key: str) -> bool:
@@ -329,6 +329,29 @@ RULES = (
         "{key}, and {dtype}; remove it, or give --dtype {needed}",
     ),
     Rule(
+        "torch_autocast.dtype",
+        lambda f, key: f.run.dtype == MIXED and DTYPES.get(str(f[key])) != "bfloat16",
+        '{key}, and {dtype} multiplies in bfloat16; write "auto", or use another block',
+    ),
+    # Measured: the losses after a start are not those of a process that goes on.
+    Rule(
+        "torch_autocast.lower_precision_safe_modules",
+        lambda f, key: f.run.dtype == MIXED and f.stage == 3 and f[key] != [],
+        "{key}, and {stage}, where a run would not resume exactly: DeepSpeed 0.19.8 rounds weights"
+        ' otherwise in its first step; write [], or "stage": 2',
+    ),
+    Rule(
+        "communication_data_type",
+        lambda f, key: f.run.dtype == MIXED and f.stage and f[key] not in (MISSING, None, "fp32"),
+        "{key}, which DeepSpeed 0.19.8 does not read with {dtype}, and {stage}; remove it, or name"
+        " layers in torch_autocast.lower_precision_safe_modules",
+    ),
+    Rule(
+        f"{ZERO}zero_quantized_weights",
+        lambda f, key: f.run.dtype == MIXED and f[key] is True,
+        "{key}, which DeepSpeed 0.19.8 refuses with {dtype}; remove it, or use bfloat16",
+    ),
+    Rule(
         "wandb.enabled comet.enabled tensorboard.enabled",
         _lacks_package,
         "{key} and the package {package} is not installed; remove the block, or {install}",
@@ -442,7 +465,7 @@ def tensor_parallel_faults(run: RunConfig) -> Iterator[Fault]:
         return
     flag = given(run, "tensor_parallel")
     flags = {
-        "dtype": (run.dtype == "float16", "use bfloat16 or float32"),
+        "dtype": (run.dtype in ("float16", MIXED), "use bfloat16 or float32"),
         "optimizer": (run.optimizer != "adamw", "use adamw"),
         "use_moe": (run.use_moe, "drop it"),
         "qkv_bias": (run.qkv_bias, "drop it"),
