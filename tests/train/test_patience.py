@@ -363,3 +363,37 @@ def test_a_score_ends_a_run_whose_last_step_is_validated(
     assert (newest.step, newest.value) == (6, scores[6])
     line = f"best: step {best}, bits_per_byte {scores[best]:.4f}"
     assert (line in capsys.readouterr().out) == (best != 6)
+
+
+def test_the_best_of_a_run_is_exported_and_trained_on(
+    runs: Callable[[str, int], Path],
+    cached: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    out_dir = runs("constant", 2)
+    root, best = out_dir / "checkpoints", str(out_dir / "best")
+    one = flags(cached, "constant", 2)
+    # The one that is the best is not the last.
+    path = step_directory(root, 6)
+    values = {place.step: place.val_loss for place in saved_in(root)}
+    record_validation(path, 4.0)
+    try:
+        more = {**one, "max_steps": 1, "patience": None, "min_delta": 0.0}
+        assert train(more, init_from=best, out_dir=str(tmp_path / "tuned")) == 0
+        (start,) = events(tmp_path / "tuned", "run_start")
+        assert start["init_from"]["place"] == str(path)
+        again = {**one, "max_steps": 7, "allow_change": "schedule"}
+        capsys.readouterr()
+        assert train(again, resume=best, out_dir=str(tmp_path / "again")) == 0
+        (start,) = events(tmp_path / "again", "run_start")
+        assert (start["step"], start["resume_from"]) == (6, str(path))
+        words = ["--format", "minimind", "--out", str(tmp_path / "export")]
+        assert main(["export", "--checkpoint", best, *words]) == 0
+        assert str(path) in capsys.readouterr().out
+        # A run that has nothing to do still says which is the best.
+        assert train(one, out_dir=str(out_dir)) == 0
+        line = f"best: step 6, validation loss 4.0000, {values[10] - 4:.4f} below the last"
+        assert f"{line}; --checkpoint {best}" in capsys.readouterr().out
+    finally:
+        record_validation(path, values[6] or math.nan)
