@@ -103,11 +103,9 @@ class Patience:
         best = self.best and abs(self.best)  # a score is negated
         facts = {"by": self.run.keep_best_by, "best": best, "validations": self.waited}
         self.logger.event("patience_ran_out", step=step, **facts, total_steps=total)
-        end = (
-            f"the rate decays, and the run ends at step {total:,}"
-            if total > step
-            else "the run ends"
-        )
+        end = "the run ends"
+        if total > step:
+            end = f"the rate decays, and {end} at step {total:,}"
         self.logger.print(f"step {step}: {self.reason.removeprefix('ended early, as ')}; {end}")
 
     def counts(self, step: int, value: float) -> bool:

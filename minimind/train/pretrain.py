@@ -146,9 +146,8 @@ def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup:
             prepared.tokenizer.save(out_dir / "tokenizer")
         if context.mirror:
             context.mirror.start(context.saver.good)
-        has_steps = (
-            resumed.state.step < context.schedule.total_steps
-        )  # else the trackers' runs are empty
+        # Else the trackers' runs are empty.
+        has_steps = resumed.state.step < context.schedule.total_steps
         if run.trackers() and has_steps:
             from minimind.report.trackers import open_trackers
 

@@ -105,12 +105,13 @@ def test_validations_without_an_improvement_are_counted(
     words: str, values: list[float], ran_out: int | None
 ):
     found = patience(words, CONSTANT)
+    told: Any = found.logger
     for number, value in enumerate(values, 1):
         found.observe(10 * number, value)
         found.observe(10 * number, value)  # as after a resume
     assert found.ran_out == ran_out
     assert found.schedule.total_steps == ran_out or found.planned is found.schedule
-    assert [event["step"] for event in found.logger.events] == [ran_out] * bool(ran_out)
+    assert [event["step"] for event in told.events] == [ran_out] * bool(ran_out)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,8 @@ def test_a_checkpoint_has_what_a_resume_needs():
     again = found.restored(resumed(state), Alone())  # pyright: ignore[reportArgumentType]
     assert again == replace(found, value=again.value)
     again.observe(50, 3.0)
-    assert again.schedule.total_steps == again.logger.total == 80
+    told: Any = again.logger
+    assert again.schedule.total_steps == told.total == 80
     # After a change it counts anew; a decay that has begun ends only with another schedule.
     ran_out = {**state, "step": 40, "ran_out": 40}
     for group, step in (("batch", 40), ("schedule", None)):
@@ -376,7 +378,7 @@ def test_the_best_of_a_run_is_exported_and_trained_on(
     one = flags(cached, "constant", 2)
     # The one that is the best is not the last.
     path = step_directory(root, 6)
-    values = {place.step: place.val_loss for place in saved_in(root)}
+    values = {place.step: place.val_loss or math.nan for place in saved_in(root)}
     record_validation(path, 4.0)
     try:
         more = {**one, "max_steps": 1, "patience": None, "min_delta": 0.0}
@@ -396,4 +398,4 @@ def test_the_best_of_a_run_is_exported_and_trained_on(
         line = f"best: step 6, validation loss 4.0000, {values[10] - 4:.4f} below the last"
         assert f"{line}; --checkpoint {best}" in capsys.readouterr().out
     finally:
-        record_validation(path, values[6] or math.nan)
+        record_validation(path, values[6])
