@@ -91,8 +91,7 @@ bf16 fp16 | --dtype bfloat16, --dtype float16 |
 logging_steps | --log_interval |
 eval_steps | --eval_interval | of `--eval_rows` rows
 save_steps save_total_limit | --save_interval, --keep_last |
-load_best_model_at_end metric_for_best_model | --keep_best 1, --keep_best_by | `RUN/best` then names the best checkpoint
-early_stopping_patience early_stopping_threshold | --patience, --min_delta | a smaller gain does not count until it has grown to `--min_delta`
+load_best_model_at_end metric_for_best_model | --keep_best 1, --keep_best_by | `RUN/best` then names the best checkpoint; `--patience` stops early
 resume_from_checkpoint | --resume | `auto`, `none`, or a path
 data_seed | --seed | one seed for weights and order
 full_determinism | --deterministic |

@@ -142,17 +142,14 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         if context.scores and is_due(state.step, run.eval_tasks_interval, last):
             is_cut_off = not log_scores(context, context.scores, state)
         if state.step == context.schedule.total_steps < last:
-            is_cut_off = not end_early(context, state, result, clock, first, logging)
-            profiling = run.profile
+            is_cut_off, profiling = end_early(context, state, result, clock, first, logging)
         last = context.schedule.total_steps
         if profiling:
             log_profile(context, state, is_last=stopping or state.step == last)
         if stopping:
             break
     if is_cut_off or state.step == last:  # the next start asks again what is cut off
-        poll_save(context, wait=True)
-        if not context.saver.has(state.step):
-            start_save(context, state)
+        save_last(context, state)
     finish_recording(context, state, clock)
     if state.step < last:
         return state, PREEMPTED, f"stopped on {stop_reason(context)}, saved"
@@ -347,10 +344,10 @@ def end_early(
     clock: PhaseClock,
     first: int,
     is_logged: bool,
-) -> bool:
+) -> tuple[bool, bool]:
     """Do what the loop does at a last step only, after --patience has made this one the last.
 
-    Return False if a stop request interrupted the scoring. Collective.
+    Return whether a stop request interrupted the scoring, and whether a profile is due. Collective.
     """
     run, step = context.run, state.step
     if not is_logged:
@@ -358,18 +355,26 @@ def end_early(
         log_step(context, state, result)
     if context.corruption and step % run.verify_interval:
         check_corruption(context, context.corruption, state, first)
-    poll_save(context, wait=True)
-    if not context.saver.has(step):
-        start_save(context, state)
-        assert context.patience is not None
-        context.saver.validated(step, context.patience.value)
+    save_last(context, state)
     if len(context.held_out.rows) and step % run.eval_interval:
         run_evaluation(context, state)
     if context.samples and step % run.sample_interval:
         log_samples(context, context.samples, state)
-    if context.scores and step % run.eval_tasks_interval:
-        return log_scores(context, context.scores, state)
-    return True
+    scores, is_cut_off = context.scores, False
+    if scores and step % run.eval_tasks_interval:
+        is_cut_off = not log_scores(context, scores, state)
+    return is_cut_off, run.profile
+
+
+def save_last(context: RunContext, state: TrainState) -> None:
+    """Save the last step of a run that ends at it, unless it is saved (collective)."""
+    poll_save(context, wait=True)
+    if context.saver.has(state.step):
+        return
+    start_save(context, state)
+    patience = context.patience
+    if patience and patience.value is not None and patience.step == state.step:
+        context.saver.validated(state.step, patience.value)
 
 
 def catch_up(context: RunContext, state: TrainState) -> bool:

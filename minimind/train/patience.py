@@ -40,7 +40,7 @@ class Patience:
     step: int = 0
     best: float | None = None
     waited: int = 0
-    value: float = math.nan  # of the last validation
+    value: float | None = None  # of the last validation of this process
     ran_out: int | None = None
 
     def restored(self, resumed: Resumed, ranks: Ranks) -> Patience:
