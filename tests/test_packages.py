@@ -101,8 +101,9 @@ OFF = """
     data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.engine inference.prompts
     architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock
     runtime.filesystem runtime.download runtime.object_cache cli sweep config.stages
-    data.rows.stages data.prepare.mixed config.tasks train.rollback train.scores inference.scores
-    inference.own_tasks inference.questions inference.lm_eval_tasks inference.shared_lm
+    data.rows.stages data.prepare.mixed config.tasks train.patience train.rollback train.scores
+    inference.scores inference.own_tasks inference.questions inference.lm_eval_tasks
+    inference.shared_lm
 """.split()
 OF_OFF = {
     "lm_eval",

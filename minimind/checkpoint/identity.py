@@ -43,6 +43,7 @@ def identity(
             "warmup_steps": schedule.warmup_steps,
             "min_lr_ratio": schedule.min_ratio,
             **_decay(schedule),
+            **_patience(run),
         },
         "lr": {
             "learning_rate": run.learning_rate,
@@ -90,6 +91,14 @@ def _decay(schedule: Schedule) -> dict[str, Any]:
     if schedule.shape != "wsd":
         return {}
     return {"decay_steps": schedule.decay_steps, "decay_shape": schedule.decay_shape}
+
+
+def _patience(run: RunConfig) -> dict[str, Any]:
+    """What may end the run before its last step."""
+    if run.patience is None:
+        return {}
+    names = ("patience", "min_delta", "keep_best_by")
+    return {name: getattr(run, name) for name in names}
 
 
 def hardware(device: torch.device) -> str:

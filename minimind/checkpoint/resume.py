@@ -29,6 +29,7 @@ from minimind.checkpoint.directory import (
     sweep,
     verify,
 )
+from minimind.checkpoint.retention import with_best
 from minimind.checkpoint.tensor_files import BUFFERS, ShardFiles, Slices, read_buffers
 from minimind.checkpoint.validation import read_state, validate_data_order
 from minimind.data.rows.order import Order, Origin
@@ -151,7 +152,7 @@ def requested_checkpoints(root: Path, requested: str) -> list[Path]:
     """Candidates for `--resume`, without changing anything."""
     if requested in ("none", "auto"):
         return published_checkpoints(root) if requested == "auto" else []
-    path = Path(requested)
+    path = with_best(Path(requested))
     return (
         published_checkpoints(path / "checkpoints") if disk.is_dir(path / "checkpoints") else [path]
     )

@@ -40,6 +40,7 @@ from minimind.runtime.durable_files import sync_directory, write_whole
 from minimind.runtime.event_log import EventLog, is_count
 
 VALIDATION = "validation.json"
+BEST = "best"  # RUN/best names a checkpoint
 STAYS = "the checkpoint stays while --keep_best is in force, since it may be among the best"
 
 
@@ -191,6 +192,31 @@ def saved_in(root: Path) -> list[Saved]:
     return [saved_of(path) for path in published_checkpoints(root)]
 
 
+def best_of(listed: Iterable[Saved]) -> Saved | None:
+    """The best checkpoint by what the newest value is of; of equal ones the newer."""
+    known = [one for one in listed if one.value is not None and math.isfinite(one.value)]
+    by = max(known, key=lambda one: one.step).by if known else ""
+    known = [one for one in known if one.by == by]
+    return min(known, key=lambda one: (one.value, -one.step), default=None)
+
+
+def with_best(place: Path) -> Path:
+    """`place`, or the checkpoint that RUN/best means; raise CheckpointError if none has a value."""
+    run = place.parent
+    root = run if run.name == "checkpoints" else run / "checkpoints"
+    try:
+        if place.name != BEST or disk.lexists(place) or not disk.is_dir(root):
+            return place
+    except OSError:  # the folder is closed: the reader says so
+        return place
+    if best := best_of(saved_in(root)):
+        return step_directory(root, best.step)
+    raise CheckpointError(
+        f"{place}: no checkpoint of {run} has a validation, so none is known as the best; name"
+        f" {run} for the newest, or train with --keep_best 1"
+    )
+
+
 class Record(ClosedJson):
     """`validation.json`: what --keep_best compares of a checkpoint; null if it was not finite."""
 
@@ -208,9 +234,9 @@ def record_validation(directory: Path, value: float, by: str = VAL_LOSS) -> None
     sync_directory(directory)
 
 
-def saved_of(directory: Path) -> Saved:
-    """A published checkpoint with its value."""
-    path, step = directory / VALIDATION, step_of(directory)
+def saved_of(directory: Path, step: int | None = None) -> Saved:
+    """A checkpoint with its value; `step` is by default that of its name."""
+    path, step = directory / VALIDATION, step_of(directory) if step is None else step
     try:
         return saved_with(step, read_object(path)[1] if disk.lexists(path) else None)
     except OSError as error:

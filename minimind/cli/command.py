@@ -148,7 +148,7 @@ class OfPlace(Command):
     is_subject: ClassVar = True
     other_than_place: ClassVar[str] = ""  # the argument that may be given instead
     place: Any = argument(None, **PLACE)
-    """a run's out_dir, or a step_ directory"""
+    """a run's out_dir, out_dir/best, or a step_ directory"""
     checkpoint: Any = argument(None, parse=non_empty, metavar="RUN")
     """same as RUN without a flag"""
 
@@ -157,6 +157,12 @@ class OfPlace(Command):
         if self.place and self.checkpoint:
             raise UsageError("RUN and --checkpoint RUN are both given; drop one of them")
         self.checkpoint = self.checkpoint or self.place
+        given = [self.checkpoint] if isinstance(self.checkpoint, str) else self.checkpoint or ()
+        if any(Path(one).name == "best" for one in given):
+            from minimind.checkpoint.retention import with_best  # not for other places: it is slow
+
+            found = [str(with_best(Path(one))) for one in given]
+            self.checkpoint = found[0] if isinstance(self.checkpoint, str) else found
 
     @property
     def typed(self) -> str:

@@ -505,6 +505,16 @@ class Output:
     validated steps count; 0: none"""
     keep_best_by: str = flag(VAL_LOSS, needs="keep_best")
     """compare val_loss or a score: the name of a task in --eval_tasks, or `average`"""
+    patience: int | None = flag(
+        None,
+        ge=1,
+        needs="keep_best",
+        excludes={"stages": "it would end the run before the last of them"},
+    )
+    """end the run after this many validations in a row without an improvement of what
+    --keep_best_by compares. With --schedule wsd, decay first"""
+    min_delta: float = flag(0.0, ge=0.0, needs="patience")
+    """smallest change of the loss or score that is an improvement"""
     mirror: str | None = flag(None)
     """URL (s3://, gs:// or file://) to which checkpoints are uploaded in the background. --resume
     auto fetches a checkpoint from there if it is newer than all in --out_dir. At its end, the run

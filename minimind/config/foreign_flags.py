@@ -93,6 +93,7 @@ logging_steps | --log_interval |
 eval_steps eval_on_start | --eval_interval, --eval_at_start | of `--eval_rows` rows
 eval_strategy save_strategy | --eval_interval, --save_interval | `epoch`, or a number of steps
 save_steps save_total_limit | --save_interval, --keep_last |
+load_best_model_at_end metric_for_best_model | --keep_best 1, --keep_best_by | `RUN/best` then names the best checkpoint; `--patience` stops early
 resume_from_checkpoint | --resume | `auto`, `none`, or a path
 data_seed | --seed | one seed for weights and order
 full_determinism | --deterministic |

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 from minimind.architecture.hf_models import foreign_config, model_of, transformers_model
 from minimind.architecture.select import foreign_config_of
 from minimind.checkpoint.directory import MANIFEST, Chosen, choose, read_chosen, read_manifest
+from minimind.checkpoint.retention import with_best
 from minimind.checkpoint.tensor_files import readable
 from minimind.checkpoint.validation import read_config
 from minimind.data.tokenizer.load import Tokenizer, load_tokenizer
@@ -212,7 +213,7 @@ def load_weights_from(
     `origin` (a value of `import --from`) is the expected format, by default any; `flags` describe
     a file without a configuration. Raise CheckpointError or UsageError.
     """
-    path = local_model(place)
+    path = with_best(local_model(place))
     if is_checkpoint(path):
         _require_import(origin, f"{path}: is a run of ours")
         return load_checkpoint_weights(choose(str(path)))
@@ -296,7 +297,7 @@ def read_checkpoint_weights(path: Path, weights: str = TRAINED) -> Weights:
 
 def load_transformers_weights(place: str, config: PretrainedConfig) -> Weights:
     """The weights of a model of transformers, from a run or as save_pretrained writes them."""
-    path = local_model(place)
+    path = with_best(local_model(place))
     if not is_checkpoint(path):
         tensors = match(open_tensors(path), path, config)
         return Weights(TRANSFORMERS, path, config, tensors)

@@ -521,9 +521,17 @@ def _repeats(case: Case) -> Iterator[Found]:
         text = f"validation rose from {least:.3f} at step {at:,.0f} to {last:.3f} while training"
         text += f" fell to {case.end:.3f}, after {case.epochs:.1f} passes over the text: it is"
         advice = f"--max_steps {at:.0f}, more text, a smaller model, or more --weight_decay (it is"
-        advice += f" {case.flag('weight_decay')}), and --keep_best 1"
+        advice += f" {case.flag('weight_decay')}), and --keep_best 1 --patience 3"
         sure = CERTAIN if last > 1.05 * least and last - least > 3 * noise else LIKELY
         yield "repeats", f"{text} learnt by heart", advice, sure
+
+
+@rule()
+def _ended_early(case: Case) -> Iterator[Found]:
+    kind, text = case.outcomes[-1]
+    if kind == "done" and text != "done":
+        advice = f"--patience above {case.flag('patience')} to train on"
+        yield "ended_early", f"the run {text}", advice, POSSIBLE
 
 
 @rule()

@@ -381,7 +381,8 @@ class Run:
             return "rolled back", f"spikes up to step {step:,.0f}, rolled back to {end['to']:,.0f}"
         status, reason = end["status"], end["reason"]
         if status in (0, PREEMPTED):
-            return ("stopped", reason or "stopped and saved") if status else ("done", "done")
+            kind, text = ("stopped", "stopped and saved") if status else ("done", "done")
+            return kind, reason or text
         return "failed", f"status {status}, {end['code']}: {reason}"
 
     def marks(self, now: float) -> list[tuple[float, float, str, str]]:

@@ -51,6 +51,9 @@ class ProgressBar:
         self._text = text
         self._bar.set_postfix_str(text, refresh=False)
 
+    def end_at(self, total: int) -> None:
+        self._bar.total = total
+
     def advance(self) -> None:
         self._bar.set_postfix_str(self._text, refresh=False)
         self._bar.update()
@@ -160,6 +163,12 @@ class RunLogger:
             self._bar.close()
         if self._is_rank_0 and sys.stderr.isatty():
             self._bar = ProgressBar(step, self._total)
+
+    def end_at(self, total_steps: int) -> None:
+        """Count the steps that are left up to another last one."""
+        self._total = total_steps
+        if self._bar:
+            self._bar.end_at(total_steps)
 
     def track(self, micro_batches: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the micro-batches; iterating over them updates the bar during a long step."""

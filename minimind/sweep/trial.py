@@ -94,6 +94,7 @@ class Progress:
         self.curve: dict[int, float] = {}
         self.steps = 0
         self.exit_status = -1  # that the newest start recorded; -1 if it recorded none
+        self.exit_reason = ""
         self.read()
 
     @property
@@ -110,6 +111,7 @@ class Progress:
             self.steps = int(max(run.last_step, *self.curve, 0))
             end = (run.starts[-1].end if run.starts else None) or {}
             self.exit_status = int(number(end.get("status"), -1))
+            self.exit_reason = end.get("reason", "")
 
 
 def read_results(place: Path, metric: str) -> dict[str, Result]:
@@ -148,7 +150,7 @@ def end_of(status: int, progress: Progress, last_line: Callable[[], str]) -> dic
         state, text = "failed", "no validation is recorded; hold out text with val_fraction"
         status = DataError.status
     elif status == 0 and math.isfinite(progress.value):
-        state, text = "done", "done"
+        state, text = "done", progress.exit_reason or "done"
     elif status == 0:
         status = NumericError.status
     elif status == MemoryFull.status:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints
+from minimind.checkpoint.retention import with_best
 from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.deepspeed.key_checks import Fault, key_faults, normalize_config
 from minimind.config.deepspeed.resolve import require_none
@@ -78,7 +79,7 @@ def require_resume_path(run: RunConfig) -> None:
     """Raise CheckpointError if --resume names no directory, or one without a checkpoint."""
     if run.resume in ("auto", "none"):
         return
-    path = Path(run.resume)
+    path = with_best(Path(run.resume))
     if fault := not_there(path, "--resume ", "name a step_ directory") or no_run(path, "--resume "):
         raise CheckpointError(fault)
     if not disk.is_dir(path):
@@ -105,7 +106,7 @@ def _require_init_from(run: RunConfig) -> None:
         return
     from minimind.runtime.hub import local_model
 
-    path = local_model(run.init_from)
+    path = with_best(local_model(run.init_from))
     if fault := not_there(path, "--init_from ") or no_run(path, "--init_from "):
         raise CheckpointError(fault)
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from minimind.recovery.corruption import CorruptionCheck
     from minimind.recovery.spikes import SpikeGuard
     from minimind.report.trace import Trace
+    from minimind.train.patience import Patience
     from minimind.train.scores import Scores
 
 GC_WARMUP_STEPS = 2  # all long-lived objects exist after them
@@ -54,12 +55,12 @@ class RunContext:
     identity: dict[str, Any]  # values that must not change on resume
     init_from: dict[str, str] | None  # place and kind of the initial weights
     prepared: Prepared
-    schedule: Schedule
     engine: Engine
     batches: Batches
     held_out: HeldOutRows
     samples: Samples | None
     scores: Scores | None
+    patience: Patience | None
     saver: Saver
     mirror: Mirror | None
     trace: Trace | None
@@ -78,6 +79,11 @@ class RunContext:
         return self.plan.run
 
     @property
+    def schedule(self) -> Schedule:
+        """The schedule in force, which --patience may shorten."""
+        return self.patience.schedule if self.patience else self.plan.rows()[2]
+
+    @property
     def norm_limit(self) -> float:
         """Gradient norm above which the next update is skipped."""
         return self.spikes.norm_limit if self.spikes else math.inf
@@ -94,11 +100,12 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     One iteration is one optimizer step of all ranks. Every rank runs every line: saving, evaluation
     and logging are collective, so none of them may depend on `rank == 0`.
     """
-    run, engine, last = context.run, context.engine, context.schedule.total_steps
+    run, engine = context.run, context.engine
     clock = context.progress.clock = PhaseClock(engine.device, context.communication)
     first = context.progress.step = state.step
     context.logger.begin(state.step, state.tokens)
     is_cut_off = not catch_up(context, state)
+    last = context.schedule.total_steps
     while state.step < last and not is_cut_off:
         if state.step - first == GC_WARMUP_STEPS:
             freeze_gc(context)
@@ -134,18 +141,19 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
             log_samples(context, context.samples, state)
         if context.scores and is_due(state.step, run.eval_tasks_interval, last):
             is_cut_off = not log_scores(context, context.scores, state)
+        if state.step == context.schedule.total_steps < last:
+            is_cut_off, profiling = end_early(context, state, result, clock, first, logging)
+        last = context.schedule.total_steps
         if profiling:
             log_profile(context, state, is_last=stopping or state.step == last)
         if stopping:
             break
-    if is_cut_off:  # the next start asks again
-        poll_save(context, wait=True)
-        if not context.saver.has(state.step):
-            start_save(context, state)
+    if is_cut_off or state.step == last:  # the next start asks again what is cut off
+        save_last(context, state)
     finish_recording(context, state, clock)
     if state.step < last:
         return state, PREEMPTED, f"stopped on {stop_reason(context)}, saved"
-    return state, 0, "done"
+    return state, 0, (context.patience and context.patience.reason) or "done"
 
 
 def register_cleanup(context: RunContext) -> None:
@@ -319,7 +327,54 @@ def run_evaluation(context: RunContext, state: TrainState) -> None:
         rows = context.run.micro_batch_rows(context.engine.world_size)
         results = log_evaluation(context.engine, context.held_out, rows, state.step, context.logger)
         if context.run.keep_best_by == VAL_LOSS:
-            context.saver.validated(state.step, results["val_loss"])
+            compare(context, state, results["val_loss"])
+
+
+def compare(context: RunContext, state: TrainState, value: float) -> None:
+    """Record what --keep_best compares, the lower the better, and count it for --patience."""
+    context.saver.validated(state.step, value)
+    if context.patience:
+        context.patience.observe(state.step, value)
+
+
+def end_early(
+    context: RunContext,
+    state: TrainState,
+    result: StepResult,
+    clock: PhaseClock,
+    first: int,
+    is_logged: bool,
+) -> tuple[bool, bool]:
+    """Do what the loop does at a last step only, after --patience has made this one the last.
+
+    Return whether a stop request interrupted the scoring, and whether a profile is due. Collective.
+    """
+    run, step = context.run, state.step
+    if not is_logged:
+        context.logger.add_phase_times(clock.take(context.engine.backend.waits))
+        log_step(context, state, result)
+    if context.corruption and step % run.verify_interval:
+        check_corruption(context, context.corruption, state, first)
+    save_last(context, state)
+    if len(context.held_out.rows) and step % run.eval_interval:
+        run_evaluation(context, state)
+    if context.samples and step % run.sample_interval:
+        log_samples(context, context.samples, state)
+    scores, is_cut_off = context.scores, False
+    if scores and step % run.eval_tasks_interval:
+        is_cut_off = not log_scores(context, scores, state)
+    return is_cut_off, run.profile
+
+
+def save_last(context: RunContext, state: TrainState) -> None:
+    """Save the last step of a run that ends at it, unless it is saved (collective)."""
+    poll_save(context, wait=True)
+    if context.saver.has(state.step):
+        return
+    start_save(context, state)
+    patience = context.patience
+    if patience and patience.value is not None and patience.step == state.step:
+        context.saver.validated(state.step, patience.value)
 
 
 def catch_up(context: RunContext, state: TrainState) -> bool:
@@ -336,19 +391,25 @@ def catch_up(context: RunContext, state: TrainState) -> bool:
     is_evaluated = has_rows and is_due(state.step, run.eval_interval, last)
     # Killed between the save of a step and its validation, which --keep_best compares.
     by_loss = run.keep_best and run.keep_best_by == VAL_LOSS
-    if by_loss and state.step and is_evaluated and saver.lacks_validation(state.step):
+    if by_loss and state.step and is_evaluated and lacks_value(context, state):
         run_evaluation(context, state)
     elif context.held_out.may_grow and 0 < state.step < last and is_evaluated:
         # The checkpoint was saved before the validation of its step, which may have read more rows.
         with context.logger.pausing("evaluate"):
             rows = run.micro_batch_rows(context.engine.world_size)
             evaluate(context.engine, context.held_out, rows)
-    scores = context.scores
+    scores, last = context.scores, context.schedule.total_steps
     if scores and state.step and is_due(state.step, run.eval_tasks_interval, last):
-        by_score = run.keep_best and not by_loss and saver.lacks_validation(state.step)
+        by_score = run.keep_best and not by_loss and lacks_value(context, state)
         if scores.lacks(context.engine, state.step) or by_score:  # a stop cuts them off, too
             return log_scores(context, scores, state)
     return True
+
+
+def lacks_value(context: RunContext, state: TrainState) -> bool:
+    """Whether what --keep_best or --patience compares of a resumed step is unknown (collective)."""
+    is_counted = context.patience is None or not context.patience.lacks(state.step)
+    return context.saver.lacks_validation(state.step) or not is_counted
 
 
 def log_samples(context: RunContext, samples: Samples, state: TrainState) -> None:
@@ -378,7 +439,7 @@ def log_scores(context: RunContext, scores: Scores, state: TrainState) -> bool:
         context.logger.event("scores", step=state.step, tokens=state.tokens, **found)
         context.logger.print(f"step {state.step}: {scores_line(found)}")
         if (value := scores.compared(found)) is not None:
-            context.saver.validated(state.step, value)
+            compare(context, state, value)
     return True
 
 
@@ -412,6 +473,8 @@ def manifest_of(context: RunContext, state: TrainState) -> dict[str, Any]:
     }
     if context.spikes:
         manifest["spikes"] = context.spikes.state()
+    if context.patience:
+        manifest["patience"] = context.patience.state()
     if context.held_out.reads is not None:  # --eval_rows auto
         manifest["eval_rows"] = context.held_out.reads
     return manifest | {"step": state.step, "tokens": state.tokens}

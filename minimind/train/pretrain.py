@@ -12,7 +12,7 @@ from pathlib import Path
 from minimind.checkpoint.directory import OWNER
 from minimind.checkpoint.identity import identity
 from minimind.checkpoint.resume import Resumed, TrainState, damage_logged, resume, resume_order
-from minimind.checkpoint.retention import Rules, had_rules
+from minimind.checkpoint.retention import Rules, had_rules, saved_in
 from minimind.checkpoint.run_folder import (
     lock_out_dir,
     recorded_flags,
@@ -56,7 +56,7 @@ from minimind.train.rows import build_batches
 from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
 from minimind.train.speed import mfu_per_speed, setting_of
 from minimind.train.start import Plan, decide, traced_steps
-from minimind.train.what_next import what_next
+from minimind.train.what_next import best_line, what_next
 
 # For reading and writing: a disk may be slow, and a dead rank is detected by other means.
 CHECKPOINT_TIMEOUT_S = 3600
@@ -146,7 +146,8 @@ def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup:
             prepared.tokenizer.save(out_dir / "tokenizer")
         if context.mirror:
             context.mirror.start(context.saver.good)
-        has_steps = resumed.state.step < schedule.total_steps  # else the trackers' runs are empty
+        # Else the trackers' runs are empty.
+        has_steps = resumed.state.step < context.schedule.total_steps
         if run.trackers() and has_steps:
             from minimind.report.trackers import open_trackers
 
@@ -261,7 +262,11 @@ def build_context(
     batches = build_batches(run, engine, prepared, order)
     held_out = held_out_of(run, prepared, order, schedule.total_steps)
     held_out.begin_with(resumed.eval_rows)
-    scores = trace = corruption = spikes = None
+    patience = scores = trace = corruption = spikes = None
+    if run.patience is not None:
+        from minimind.train.patience import Patience
+
+        patience = Patience(run, schedule, logger).restored(resumed, ranks)
     if run.eval_tasks is not None:
         from minimind.train.scores import Scores
 
@@ -283,12 +288,12 @@ def build_context(
         identity=run_identity,
         init_from=plan.initial.origin(resumed.manifest),
         prepared=prepared,
-        schedule=schedule,
         engine=engine,
         batches=batches,
         held_out=held_out,
         samples=build_samples(run, prepared.tokenizer),
         scores=scores,
+        patience=patience,
         saver=saver,
         mirror=mirror,
         trace=trace,
@@ -345,10 +350,14 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
             command = f"run it again without --resume {shlex.quote(run.resume)}"
         logger.print(f"{reason} at step {state.step}; {command} to go on")
     else:
-        logger.print(f"done: {state.step} steps, {state.tokens:,} tokens; next\n{what_next(run)}")
+        tokens = f"{state.tokens:,} tokens"
+        logger.print(f"{reason}: {state.step} steps, {tokens}; next\n{what_next(run)}")
     if context.engine.rank == 0:
         out_dir = Path(run.out_dir)
         try:
+            best = best_line(run, saved_in(context.saver.root), state.step)
+            if best and status == 0:
+                logger.print(best)
             from minimind.report.history import read_runs
             from minimind.report.page import REPORT_NAME, write_report
             from minimind.report.placement import placement

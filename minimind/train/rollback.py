@@ -118,4 +118,6 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
     context.cleanup.callback(batches.close)
     spikes = guard.restored(batches, resumed, detector.rollbacks + 1)
     skipped = replace(context.skipped, order=after, batches_at=batches.at, pending=[])
-    return replace(context, batches=batches, spikes=spikes, skipped=skipped), resumed
+    patience = context.patience and context.patience.restored(resumed, saver.ranks)
+    parts = {"batches": batches, "spikes": spikes, "skipped": skipped, "patience": patience}
+    return replace(context, **parts), resumed

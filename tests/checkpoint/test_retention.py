@@ -14,6 +14,7 @@ import pytest
 
 from minimind.checkpoint import retention
 from minimind.checkpoint.directory import published_checkpoints, set_aside, step_of
+from minimind.checkpoint.resume import requested_checkpoints
 from minimind.checkpoint.retention import (
     VALIDATION,
     Rules,
@@ -26,11 +27,13 @@ from minimind.checkpoint.retention import (
     record_validation,
     rules_of_run,
     saved_of,
+    with_best,
 )
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.cli.main import main
 from minimind.config.flags import FLAGS
 from minimind.config.run_record import ALWAYS, with_sum
+from minimind.errors import CheckpointError
 from minimind.runtime.checked_json import Unreadable
 from minimind.runtime.durable_files import Metrics
 from minimind.runtime.event_log import EventLog
@@ -209,6 +212,38 @@ def run_dir(tmp_path: Path, tiny_tokenizer: bytes) -> Path:
     text = "".join(f"{name}: {value}  # --{name}\n" for name, value in values.items())
     (out_dir / "config.yaml").write_bytes(with_sum(text))
     return out_dir
+
+
+def test_the_best_is_a_name_of_a_checkpoint(run_dir: Path, capsys, monkeypatch):
+    root = run_dir / "checkpoints"
+    four = root / "step_00000004"
+    assert with_best(run_dir / "best") == with_best(root / "best") == four
+    assert requested_checkpoints(root, str(run_dir / "best")) == [four]
+    assert main(["checkpoint", "verify", str(run_dir / "best")]) == 0
+    assert f"{four}: ok" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", str(run_dir), str(run_dir / "best")]) == 1
+    monkeypatch.chdir(run_dir)
+    assert with_best(Path("best")) == Path("checkpoints/step_00000004")
+    # One whose value cannot be read, or is not finite, is not the best.
+    (four / VALIDATION).write_text("{")
+    assert step_of(with_best(run_dir / "best")) == 2
+    record_validation(four, math.nan)
+    assert step_of(with_best(run_dir / "best")) == 2
+    # Of two kinds of values those of the newest one are compared, and of equal ones the newer.
+    for step, score in ((4, -0.25), (6, -0.25), (8, -0.125)):
+        record_validation(root / f"step_{step:08d}", score, "cloze")
+    assert step_of(with_best(run_dir / "best")) == 6
+    # A place of that name comes first, and the name is one of a run only.
+    assert with_best(run_dir.parent / "best") == run_dir.parent / "best"
+    (run_dir / "best").mkdir()
+    assert with_best(run_dir / "best") == run_dir / "best"
+
+
+def test_a_run_without_a_validation_has_no_best(run_dir: Path):
+    for path in published_checkpoints(run_dir / "checkpoints"):
+        (path / VALIDATION).unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match="has a validation"):
+        with_best(run_dir / "best")
 
 
 def steps(out_dir: Path) -> list[int]:
