@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 
 EPS = {"float32": 2.0**-23, "tf32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-EXACT = 1e-9  # of what no rounding changes: token ids, the learning rate
-# How many eps two orders of the same sums may differ by, of the norm. tests/recovery/test_compare.py
-# has what is named and what is not.
-ROUNDING = {"activation": 8.0, "loss": 8.0, "gradient": 64.0, "grad_norm": 64.0, "": 64.0}
+EXACT, EXACT_KINDS = 1e-9, ("rows", "lr")  # what no rounding changes: token ids, the learning rate
+# Rounding: two orders of the same sums differ by less than so many eps, relative to the norm. The
+# table of tests/recovery/compared.py has what is named by it, and what is not.
+ROUNDING = 16.0
 GROWTH = 10.0  # how much more than so far a difference may be at the next step that is compared
+CLIPPED = 1e-4  # relative; DeepSpeed and torch add 1e-6 to the norm that they divide by
 LAYOUT = ("world_size", "tensor_parallel", "sequence_parallel", "zero_stage", "backend")
 LAYOUT += ("zero_update", "micro_batch_rows", "accumulation_steps", "compile", "device", "hardware")
 NAMES = {
@@ -72,7 +73,9 @@ class Side:
             self.forget(fields["to"])
         else:
             known = self.steps.setdefault(fields["step"], {})
-            known.update((key, fields[key]) for key in (*NUMBERS, "numbers") if fields.get(key))
+            known.update(
+                (key, fields[key]) for key in (*NUMBERS, "numbers") if event.get(key, []) != []
+            )
             self.lines |= fields.get("lines", {})
             self.dtype = fields.get("dtype") or self.dtype
 
@@ -211,67 +214,91 @@ class Comparison:
 def compare(a: Side, b: Side) -> Comparison:
     """Compare step by step up to the first that parts; raise UsageError without a common one."""
     eps = max(EPS.get(side.dtype, EPS["float32"]) for side in (a, b))
-    common = sorted({*a.steps} & {*b.steps})
-    if not common:
-        raise UsageError(
-            f"{a.name} and {b.name} have no step in common; give runs with the same --log_interval"
-            " or --fingerprints"
-        )
     result = Comparison((a, b), eps)
-    for step in common:
+    for step in sorted({*a.steps} & {*b.steps}):
+        taken = [Taken.of(side, step) for side in (a, b)]
+        is_known = all(one.is_right and one.norm and one.before < math.inf for one in taken)
+        fields = [one.unclipped() if is_known else one.fields for one in taken]
+        numbers = [_judged(number, result) for number in numbers_of(*fields)]
+        if not numbers:
+            continue
         result.steps.append(step)
-        one, other = a.steps[step], b.steps[step]
-        result.recorded += "numbers" in one and "numbers" in other
-        numbers = [_judged(number, result) for number in numbers_of(one, other)]
-        differing = [number for number in numbers if number.size > 0]
+        result.recorded += all("numbers" in one for one in fields)
+        differing = [one for one in numbers if one.size > EXACT * (one.kind in EXACT_KINDS)]
         if differing and result.first is None:
             result.first = step, differing[0]
         if found := [number for number in numbers if number.parts]:
-            result.step, result.found = step, _with_clipping(found, numbers, result)
-            result.equal_weights = any(
-                kind == "fp32" for kind in a.steps.get(step - 1, {}).get("numbers", {})
-            )
+            wrong = [n for n, one in enumerate(taken) if not one.is_right]
+            if len(wrong) == 1 and _is_scaled(found):
+                found.insert(0, taken[wrong[0]].number("AB"[wrong[0]]))
+            result.step, result.found = step, found
+            before = (side.steps.get(step - 1, {}).get("numbers", {}) for side in (a, b))
+            result.equal_weights = all("fp32" in numbers for numbers in before)
             return result
         for number in differing:
             result.sizes[number.kind] = max(number.size, result.sizes.get(number.kind, 0.0))
+    if not result.steps:
+        raise UsageError(
+            f"{a.name} and {b.name} have no number of the same step; give runs with the same"
+            " --log_interval or --fingerprints"
+        )
     return result
 
 
 def _judged(number: Number, result: Comparison) -> Number:
-    """The number with the limit of rounding."""
-    if number.kind in ("rows", "lr"):
-        limit = EXACT
-    else:
-        rounding = ROUNDING.get(number.kind, ROUNDING[""]) * result.eps
-        limit = max(rounding, GROWTH * result.sizes.get(number.kind, 0.0))
-    return Number(number.kind, number.place, number.values, number.size, limit)
+    """The number with the limit of rounding, which grows from step to step by way of weights."""
+    if number.kind in EXACT_KINDS:
+        return replace(number, limit=EXACT)
+    so_far = max(result.sizes.get(kind, 0.0) for kind in (number.kind, "fp32"))
+    return replace(number, limit=max(ROUNDING * result.eps, GROWTH * so_far))
 
 
-def _with_clipping(
-    found: list[Number], numbers: Iterable[Number], result: Comparison
-) -> list[Number]:
-    """Put clipping first where the gradients of one run have not the norm that they should have.
+@dataclass(frozen=True)
+class Taken:
+    """The gradients of a step, which the optimizer takes after clipping."""
 
-    The optimizer takes gradients after clipping: their norm is that before it, or --grad_clip.
-    """
-    if found[0].kind not in ("gradient", "grad_norm"):
-        return found
-    gradients = [one.values for one in numbers if one.kind == "gradient"]
-    norms = next((one.values for one in numbers if one.kind == "grad_norm"), None)
-    if norms is None or not gradients:
-        return found
-    off = []
-    for n, side in enumerate(result.sides):
-        taken = math.hypot(*(values[n][0] for values in gradients))
+    fields: dict[str, Any]
+    norm: float  # of those
+    before: float  # the gradient norm of the step; NaN if it is unknown
+    right: float  # the norm that they should have: that before clipping, or --grad_clip
+
+    @classmethod
+    def of(cls, side: Side, step: int) -> Taken:
+        """The gradients of a step of a run."""
+        fields = side.steps[step]
+        gradients = fields.get("numbers", {}).get("gradient", {})
+        before = fields.get("grad_norm", math.nan)
         clip = side.identity.get("lr", {}).get("grad_clip") or math.inf
-        right = min(norms[n], clip)
-        off.append((abs(taken - right) / right if right else 0.0, taken, right))
-    limit = max(ROUNDING["gradient"] * result.eps, 1e-4)  # 1e-6 in the divisor of clipping
-    wrong = [n for n in (0, 1) if off[n][0] > limit]
-    if len(wrong) != 1:
-        return found
-    _, taken, right = off[wrong[0]]
-    return [Number("clipping", "AB"[wrong[0]], (right, taken), off[wrong[0]][0], limit), *found]
+        norm = math.hypot(*(values[0] for values in gradients.values()))
+        # Of a log by another program the limit is not known.
+        right = min(before, clip) if side.identity else norm
+        return cls(fields, norm, before, right)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether norm and clipping fit the gradients, as far as they are known."""
+        return not (self.norm and abs(self.norm - self.right) > CLIPPED * self.right)
+
+    def unclipped(self) -> dict[str, Any]:
+        """The fields with the gradients before clipping."""
+        scale, numbers = self.before / self.norm, self.fields["numbers"]
+        scaled = {
+            place: [value * scale for value in values]
+            for place, values in numbers["gradient"].items()
+        }
+        return {**self.fields, "numbers": {**numbers, "gradient": scaled}}
+
+    def number(self, place: str) -> Number:
+        """That the norm is not the right one."""
+        size = _gap(self.norm, self.right, self.right)
+        return Number("clipping", place, (self.right, self.norm), size, CLIPPED)
+
+
+def _is_scaled(found: Sequence[Number]) -> bool:
+    """Whether gradients or their norm part first, most places only by a factor of their own."""
+    gradients = [number for number in found if number.kind == "gradient"]
+    scaled = sum(factor_of([number]) is not None for number in gradients)
+    return found[0].kind in ("gradient", "grad_norm") and 2 * scaled >= len(gradients)
 
 
 def factor_of(numbers: Sequence[Number]) -> float | None:
@@ -331,7 +358,10 @@ def cause(result: Comparison) -> str:
     if number.kind == "rows":
         if number.place == "positions":
             return f"rows {one[0]:,}:{one[1]:,} -> {other[0]:,}:{other[1]:,}"
-        is_order = _gap(one[1], other[1], 1.0) == 0.0 and _gap(*(v[0] for v in number.values), one[0]) < EXACT
+        is_order = (
+            _gap(one[1], other[1], 1.0) == 0.0
+            and _gap(*(v[0] for v in number.values), one[0]) < EXACT
+        )
         return f"{number.place}: {'the same tokens in other rows' if is_order else 'other tokens'}"
     if number.kind == "clipping":
         return (
@@ -343,14 +373,12 @@ def cause(result: Comparison) -> str:
         late = [s for s, t in ((a, b), (b, a)) if number.kind == "lr" and _is_late(s, t, step)]
         of = f"; {late[0].name} has that of the step before" if late else ""
         return f"{name} {one:.6g} -> {other:.6g}{of}"
-    if len(alike) > 1 and (factor := factor_of(alike)) is not None:
-        return f"{name} by a factor of {factor:.6g}, in {len(alike)} places"
     places = [found.place for found in alike]
-    if number.kind in ("activation", "gradient"):
-        text = f"{name} of {number.place}"
-    else:
-        more = f" and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
-        text = f"{name} of {', '.join(places[:MOST_NAMED])}{more}"
+    more = f" and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
+    some = f"{', '.join(places[:MOST_NAMED])}{more}"
+    if len(alike) > 1 and (factor := factor_of(alike)) is not None:
+        return f"{name} by a factor of {factor:.6g}, of {some}"
+    text = f"{name} of {number.place if number.kind in ('activation', 'gradient') else some}"
     at = lines.get(number.place if number.kind in ("activation", "gradient") else "optimizer")
     text += f" ({at})" if at else ""
     if number.kind == "activation" and result.equal_weights:

@@ -1,17 +1,17 @@
 """A few numbers of each block and step, by which `minimind compare` finds where two runs part.
 
-With --fingerprints. The numbers of a tensor are its sum of squares, its sum, and its projection on
-a vector of signs: the product of a sign of the row and one of the column, from hashes. All three
-add up over micro-batches, ranks and slices, so they do not depend on how a step is divided. An
-activation has a row per token, whose sign is that of its row in the step and of its position. A
-weight is read in rows of WIDTH elements, whose signs depend on its name.
+With --fingerprints. The numbers of a tensor are its sum of squares, its sum, and its projection:
+the sum of its elements times a key of the row and one of the column, which are hashes between -2
+and 2. All three add up over micro-batches, ranks and slices, so they do not depend on how a step is
+divided. An activation has a row per token, whose key is that of its row in the step times that of
+its position. A weight is read in rows of WIDTH elements, whose keys depend on its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import shake_128
-from inspect import getsourcelines, isfunction
+from inspect import getsourcelines, unwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from minimind.engine.engine import Engine, StepResult
 
 WIDTH = 1024
+SCALE = np.float32(3**0.5 / 2**15)
 PIECE = WIDTH * 2**14  # elements of a weight that are copied at once
 ROWS, ACTIVATION = "rows", "activation"  # kinds, beside those of engine/state.py
 TOKENS = {"input_ids": "inputs", "shift_labels": "targets"}  # arguments of the model
@@ -55,14 +56,14 @@ def watched(model: nn.Module, opaque: Iterable[nn.Module] = ()) -> dict[str, nn.
 
 def line_of(kind: type) -> str:
     """Where the code of a module or an optimizer begins, such as minimind/model/decoder.py:181."""
-    owner = next((one for one in kind.__mro__ if "forward" in vars(one)), kind)
-    forward = vars(owner).get("forward")
-    is_own = isfunction(forward) and not hasattr(forward, "__wrapped__")
+    code: Any = unwrap(getattr(kind, "forward", kind))
+    if code.__module__.split(".")[0] != kind.__module__.split(".")[0]:
+        code = kind  # its forward pass is torch's
     try:
-        line = getsourcelines(forward if is_own else owner)[1]
+        line = getsourcelines(code)[1]
     except (OSError, TypeError):  # it was typed in, or is not Python
-        return owner.__module__
-    return f"{owner.__module__.replace('.', '/')}.py:{line}"
+        return code.__module__
+    return f"{code.__module__.replace('.', '/')}.py:{line}"
 
 
 class Recorder:
@@ -71,7 +72,7 @@ class Recorder:
     def __init__(self, model: nn.Module | None = None, opaque: Iterable[nn.Module] = ()) -> None:
         """Without a model for parameters alone; see `watched`."""
         self.model, self._watched = model, watched(model, opaque) if model else {}
-        self._signs: dict[Any, Tensor] = {}
+        self._known: dict[Any, Tensor] = {}
         self._sums: dict[Key, Tensor] = {}
         self._hooks: list[Any] = []
 
@@ -101,13 +102,13 @@ class Recorder:
     def add(self, kind: str, name: str, values: Tensor, start: int = 0) -> None:
         """Count elements of a parameter from `start` on."""
         flat = values.detach().reshape(-1)
-        columns = self._signs_of("column", 0, WIDTH, flat.device)
+        columns = self._keys("column", 0, WIDTH, flat.device)
         for piece in flat.split(PIECE):
             before = start % WIDTH
             padding = before, -(before + len(piece)) % WIDTH
             matrix = F.pad(piece.float(), padding) if any(padding) else piece.float()
             matrix = matrix.view(-1, WIDTH)
-            rows = self._signs_of(name, start // WIDTH, len(matrix), flat.device)
+            rows = self._keys(name, start // WIDTH, len(matrix), flat.device)
             self._count(kind, place_of(name), matrix, rows, columns)
             start += len(piece)
 
@@ -118,7 +119,7 @@ class Recorder:
         self._hooks, by_device = [], dict[Any, dict[Key, Tensor]]()
         for key, numbers in self._sums.items():
             by_device.setdefault(numbers.device, {})[key] = numbers
-        found: dict[Key, list[float]] = dict.fromkeys(self._sums, [])
+        found: dict[Key, list[float]] = {key: [] for key in self._sums}  # in their order
         for sums in by_device.values():
             found.update(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
         return found
@@ -129,8 +130,8 @@ class Recorder:
         ids = named["input_ids"]
         self._row, self._shape = self._next_row, ids.shape
         self._next_row += len(ids)
-        rows = self._signs_of("row", self._row, len(ids), ids.device)
-        positions = self._signs_of("position", 0, ids.shape[1], ids.device)
+        rows = self._keys("row", self._row, len(ids), ids.device)
+        positions = self._keys("position", 0, ids.shape[1], ids.device)
         for name, place in TOKENS.items():
             if named.get(name) is not None and self._counts[0]:
                 self._count(ROWS, place, widened(named[name]), rows, positions)
@@ -144,9 +145,9 @@ class Recorder:
             return
         self._seen.add(name)
         length, width = x.shape[1:]
-        rows = self._signs_of("row", self._row, len(x), x.device)
-        positions = self._signs_of("position", self._part * length, length, x.device)
-        columns = self._signs_of("column", 0, width, x.device)
+        rows = self._keys("row", self._row, len(x), x.device)
+        positions = self._keys("position", self._part * length, length, x.device)
+        columns = self._keys("column", 0, width, x.device)
         tokens = torch.outer(rows, positions).view(-1)
         self._count(ACTIVATION, name, x.detach().float().reshape(-1, width), tokens, columns)
 
@@ -161,14 +162,14 @@ class Recorder:
         before = self._sums.get((kind, place))
         self._sums[kind, place] = numbers if before is None else before + numbers
 
-    def _signs_of(self, name: str, first: int, count: int, device: torch.device) -> Tensor:
-        """Signs `first` and after it of a sequence, float32."""
-        key = name, first, count, device
-        if key not in self._signs:
-            digest = shake_128(name.encode()).digest(-(-(first + count) // 8))
-            bits = np.unpackbits(np.frombuffer(digest, np.uint8))[first : first + count]
-            self._signs[key] = torch.from_numpy(bits * np.float32(2) - 1).to(device)
-        return self._signs[key]
+    def _keys(self, name: str, first: int, count: int, device: torch.device) -> Tensor:
+        """Keys `first` and after it of a sequence, float32, of mean 0 and variance 1."""
+        known = name, first, count, device
+        if known not in self._known:
+            digest = shake_128(name.encode()).digest(2 * (first + count))
+            words = np.frombuffer(digest, "<u2")[first:].astype(np.float32)
+            self._known[known] = torch.from_numpy((words - 32767.5) * SCALE).to(device)
+        return self._known[known]
 
 
 def as_event(step: int, numbers: Mapping[Key, list[float]], **fields: Any) -> dict[str, Any]:
