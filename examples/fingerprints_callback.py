@@ -49,10 +49,10 @@ class Fingerprints(TrainerCallback):
         if (state.global_step + 1) % self.every == 0:
             self.begin()
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if (state.global_step + 1) % self.every == 0:
-            self.gradients(optimizer)
+            self.gradients(kwargs["optimizer"])
 
-    def on_step_end(self, args, state, control, optimizer, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0:
-            self.end(state.global_step, optimizer)
+            self.end(state.global_step, kwargs["optimizer"])

@@ -13,10 +13,11 @@ from minimind.checkpoint.tools import is_one
 from minimind.config.names import no_run
 from minimind.errors import UsageError
 from minimind.report.formats import listed
-from minimind.report.history import typed
+from minimind.report.history import number, typed
 from minimind.runtime import disk
-from minimind.runtime.durable_files import storing
+from minimind.runtime.durable_files import finite, storing
 from minimind.runtime.event_log import EventLog
+from minimind.runtime.terminal import printable
 
 EPS = {"float32": 2.0**-23, "tf32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 EXACT, EXACT_KINDS = 1e-9, ("rows", "lr")  # what no rounding changes: token ids, the learning rate
@@ -87,8 +88,8 @@ def read_side(place: str) -> Side:
         return _checkpoint(path)
     log = EventLog(path / "metrics.jsonl" if disk.is_dir(path) else path)
     if not disk.is_file(log.path):
-        fault = no_run(place) or f"{place}: holds no metrics.jsonl"
-        raise UsageError(f"{fault}; give the --out_dir of a run, a file of events or a checkpoint")
+        either = "give the --out_dir of a run, a file of events or a step_ directory"
+        raise UsageError(no_run(place) or f"{place}: holds no metrics.jsonl; {either}")
     side = Side(place)
     with storing(str(log.path), "correct its permissions"):
         log.begins_anew()
@@ -230,13 +231,13 @@ def compare(a: Side, b: Side) -> Comparison:
         if found := [number for number in numbers if number.parts]:
             wrong = [n for n, one in enumerate(taken) if not one.is_right]
             if len(wrong) == 1 and _is_scaled(found):
-                found.insert(0, taken[wrong[0]].number("AB"[wrong[0]]))
+                found.insert(0, taken[wrong[0]].fault("AB"[wrong[0]]))
             result.step, result.found = step, found
             before = (side.steps.get(step - 1, {}).get("numbers", {}) for side in (a, b))
             result.equal_weights = all("fp32" in numbers for numbers in before)
             return result
-        for number in differing:
-            result.sizes[number.kind] = max(number.size, result.sizes.get(number.kind, 0.0))
+        for one in differing:
+            result.sizes[one.kind] = max(one.size, result.sizes.get(one.kind, 0.0))
     if not result.steps:
         raise UsageError(
             f"{a.name} and {b.name} have no number of the same step; give runs with the same"
@@ -245,12 +246,12 @@ def compare(a: Side, b: Side) -> Comparison:
     return result
 
 
-def _judged(number: Number, result: Comparison) -> Number:
+def _judged(one: Number, result: Comparison) -> Number:
     """The number with the limit of rounding, which grows from step to step by way of weights."""
-    if number.kind in EXACT_KINDS:
-        return replace(number, limit=EXACT)
-    so_far = max(result.sizes.get(kind, 0.0) for kind in (number.kind, "fp32"))
-    return replace(number, limit=max(ROUNDING * result.eps, GROWTH * so_far))
+    if one.kind in EXACT_KINDS:
+        return replace(one, limit=EXACT)
+    so_far = max(result.sizes.get(kind, 0.0) for kind in (one.kind, "fp32"))
+    return replace(one, limit=max(ROUNDING * result.eps, GROWTH * so_far))
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,7 @@ class Taken:
         fields = side.steps[step]
         gradients = fields.get("numbers", {}).get("gradient", {})
         before = fields.get("grad_norm", math.nan)
-        clip = side.identity.get("lr", {}).get("grad_clip") or math.inf
+        clip = number(side.identity.get("lr", {}).get("grad_clip"), 0.0) or math.inf
         norm = math.hypot(*(values[0] for values in gradients.values()))
         # Of a log by another program the limit is not known.
         right = min(before, clip) if side.identity else norm
@@ -288,7 +289,7 @@ class Taken:
         }
         return {**self.fields, "numbers": {**numbers, "gradient": scaled}}
 
-    def number(self, place: str) -> Number:
+    def fault(self, place: str) -> Number:
         """That the norm is not the right one."""
         size = _gap(self.norm, self.right, self.right)
         return Number("clipping", place, (self.right, self.norm), size, CLIPPED)
@@ -314,9 +315,9 @@ def factor_of(numbers: Sequence[Number]) -> float | None:
 def described(result: Comparison) -> str:
     """What `minimind compare` prints of two runs."""
     a, b = result.sides
-    rows = [("", f"A {a.name}"), ("", f"B {b.name}")]
+    rows = [("A", a.name), ("B", b.name)]
     rows += [("settings", text) for text in result.settings]
-    rows += [("for rounding", text) for text in result.layouts]
+    rows += [("layout", text) for text in result.layouts]
     first, last, count = result.steps[0], result.steps[-1], len(result.steps)
     steps = f"step {first}" if count == 1 else f"{count:,} steps, {first} to {last}"
     without = "no fingerprints on both sides: give both runs --fingerprints N to find the block"
@@ -328,24 +329,24 @@ def described(result: Comparison) -> str:
         number, *others = result.found
         rows.append(("parts", f"at step {result.step}: {cause(result)}"))
         if 0 < number.limit and math.isfinite(number.size):
-            size = f"differs by {number.size:.1e}, where rounding may be {number.limit:.1e}"
+            size = f"it differs by {number.size:.1e}, and rounding by at most {number.limit:.1e}"
             rows.append(("size", size))
         kinds = dict.fromkeys(one.kind for one in others if one.kind != number.kind)
         if kinds:
             rows.append(("then", listed([NAMES.get(kind, kind) for kind in kinds])))
-    return "\n".join(f"{name:<14}{text}" for name, text in rows)
+    return printable("\n".join(f"{name:<14}{text}" for name, text in rows))
 
 
 def _rounding(result: Comparison) -> str:
     """How far the runs differ where they do not part."""
     if result.first is None:
         return "equal, to the last digit"
-    step, number = result.first
-    name, place = NAMES.get(number.kind, number.kind), f" of {number.place}" * bool(number.place)
-    text = f"first at step {step}, {name}{place}, by {number.size:.1e}"
+    step, one = result.first
+    name, place = NAMES.get(one.kind, one.kind), f" of {one.place}" * bool(one.place)
+    text = f"first at step {step}, {name}{place}, by {one.size:.1e}"
     largest = max(result.sizes, key=lambda kind: result.sizes[kind])
     most = f"at most {result.sizes[largest]:.1e} ({NAMES.get(largest, largest)})"
-    return f"{text}; {most}: within that of {result.eps:.1e}, and grows no faster"
+    return f"{text}; {most}, as rounding by {result.eps:.1e} grows"
 
 
 def cause(result: Comparison) -> str:
@@ -357,12 +358,9 @@ def cause(result: Comparison) -> str:
     lines = a.lines | b.lines
     if number.kind == "rows":
         if number.place == "positions":
-            return f"rows {one[0]:,}:{one[1]:,} -> {other[0]:,}:{other[1]:,}"
-        is_order = (
-            _gap(one[1], other[1], 1.0) == 0.0
-            and _gap(*(v[0] for v in number.values), one[0]) < EXACT
-        )
-        return f"{number.place}: {'the same tokens in other rows' if is_order else 'other tokens'}"
+            return f"rows {one[0]}:{one[1]} -> {other[0]}:{other[1]}"
+        are_same = all(_gap(one[n], other[n], one[0]) < EXACT for n in (0, 1))
+        return f"{number.place}: {'the same tokens in other rows' if are_same else 'other tokens'}"
     if number.kind == "clipping":
         return (
             f"norm or clipping of {number.place}: the optimizer takes gradients of norm"
@@ -394,20 +392,18 @@ def _is_late(side: Side, other: Side, step: int) -> bool:
 
 def as_json(result: Comparison) -> dict[str, Any]:
     """What --json prints."""
-
-    def shown(number: Number) -> dict[str, Any]:
-        return {**asdict(number), "name": NAMES.get(number.kind, number.kind)}
-
-    first = result.first
-    return {
-        "parts": result.step is not None,
-        "step": result.step,
-        "cause": cause(result) if result.found else None,
-        "found": [shown(number) for number in result.found],
-        "first_difference": first and {"step": first[0], **shown(first[1])},
-        "rounding": result.sizes,
-        "settings": result.settings,
-        "layout": result.layouts,
-        "steps": result.steps,
-        "fingerprints": result.recorded,
-    }
+    first = result.first and {"step": result.first[0], **asdict(result.first[1])}
+    return finite(
+        {
+            "parts": result.step is not None,
+            "step": result.step,
+            "cause": cause(result) if result.found else None,
+            "found": [asdict(number) for number in result.found],
+            "first_difference": first,
+            "rounding": result.sizes,
+            "settings": result.settings,
+            "layout": result.layouts,
+            "steps": result.steps,
+            "fingerprints": result.recorded,
+        }
+    )

@@ -80,7 +80,8 @@ def in_groups(option: str, value: Any, is_of: Callable[[Any], bool] = lambda gro
 
 
 def no_reduction(engine: Engine, stack: ExitStack) -> None:
-    engine.backend.forward.require_backward_grad_sync = False
+    ddp: Any = engine.backend.forward
+    ddp.require_backward_grad_sync = False
 
 
 def divides_by_one(engine: Engine, stack: ExitStack) -> None:
