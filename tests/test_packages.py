@@ -96,7 +96,8 @@ def test_a_start_on_raw_text_loads_no_chat(tmp_path: Path):
 # What a flag, a URL, a kind of data or the end of a run turns on, and the libraries of these.
 OFF = """
     checkpoint.mirror checkpoint.remote_run recovery.corruption recovery.spikes recovery.step_rows
-    recovery.documents report.trace report.trackers report.page report.figures interop data.chat
+    recovery.documents recovery.fingerprints recovery.compare
+    report.trace report.trackers report.page report.figures interop data.chat
     data.text data.prepare.prepare data.prepare.encode data.prepare.remote data.tokenizer.hf_export
     data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.engine inference.prompts
     architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from minimind.cli.checkpoint import CHECKPOINT
 from minimind.cli.command import Command, Group, OfRunFlags, add_commands, command_of
+from minimind.cli.compare import Compare
 from minimind.cli.data import DATA, Prepare
 from minimind.cli.environment import Env
 from minimind.cli.evaluate import Eval
@@ -59,6 +60,7 @@ COMMANDS: Mapping[str, type[Command] | Group] = {
     "import": Import,
     "report": Report,
     "doctor": Doctor,
+    "compare": Compare,
     "scaling": Scaling,
     "env": Env,
 }

@@ -578,6 +578,9 @@ class Engine:
         None, choices=("warn", "stop"), needs="verify_interval", unset="warn"
     )
     """log what differs and go on (warn), or end the run with status 11 (stop)"""
+    fingerprints: int = flag(0, ge=0)
+    """steps between records of a few numbers of every block, by which `minimind compare` finds
+    where two runs part; the first and the last step are recorded too; 0: none"""
     compile: str = flag("auto", choices=("auto", "on", "off"))
     """run torch.compile on the model and its loss; auto does so on GPUs, at ZeRO stages 0 to 2,
     without experts"""

@@ -153,7 +153,7 @@ def _layer(name: str) -> str:
     return name.split(".")[-2] if "." in name else ""
 
 
-MASTER, AVERAGE = "fp32", "ema"
+MASTER, AVERAGE, GRADIENT = "fp32", "ema", "gradient"
 
 
 @dataclass(frozen=True)
@@ -210,11 +210,28 @@ class ZeroState:
         by columns. For the latter the call is collective over the tensor-parallel group.
         """
         has_stepped = any(self.base.state.values())
+        yield from self._slices(rank, world_size, lambda part: self._values(part, has_stepped))
+
+    def gradients(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
+        """The same of the gradients that the base optimizer is about to take, as it has them."""
+
+        def gradient_of(part: Fragment) -> Iterator[tuple[str, Tensor]]:
+            if part.owner.grad is not None:
+                yield GRADIENT, part.view(part.owner.grad)
+
+        yield from self._slices(rank, world_size, gradient_of)
+
+    def _slices(
+        self,
+        rank: int,
+        world_size: int,
+        values_of: Callable[[Fragment], Iterator[tuple[str, Tensor]]],
+    ) -> Iterator[tuple[str, Tensor]]:
         for f in self.fragments:
             part = self._share(f, rank, world_size)
             if not part.length:
                 continue
-            for kind, values in self._values(part, has_stepped):
+            for kind, values in values_of(part):
                 if self.split is None:
                     yield f"{kind}|{part.name}|{part.start}", values
                     continue

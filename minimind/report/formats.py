@@ -162,6 +162,9 @@ PAUSES = {
         *("checks for corruption", "#5b8c5a", "#5b8c5a"),
         *("checks for corruption take", "verify_interval"),
     ),
+    "fingerprint": Pause(
+        *("fingerprints", "#4f7d8c", "#7fa9b8"), *("fingerprints take", "fingerprints")
+    ),
     "trace": Pause("trace", "#6f6f6f", "#cccccc"),
     "gc": Pause("garbage collection", "#8c6d46", "#8c6d46"),
 }

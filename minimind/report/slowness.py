@@ -130,6 +130,7 @@ class Setting:
     eval_tasks_interval: int = 0
     eval_tasks_limit: int = 0
     verify_interval: int = 0
+    fingerprints: int = 0
     async_save: bool = True
     device: str = ""
     dtype: str = ""

@@ -186,7 +186,7 @@ class Metrics:
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event; numbers in full precision, non-finite ones as null."""
-        line = {"event": event, "time": time.time(), **_finite(fields)}
+        line = {"event": event, "time": time.time(), **finite(fields)}
         self._append((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
     def _append(self, content: bytes) -> None:
@@ -210,9 +210,10 @@ def require_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "is a folder, a pipe or a device, not a file", str(path))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with null in place of numbers that are not finite."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

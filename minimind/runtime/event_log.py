@@ -82,7 +82,7 @@ class EventLog:
         return left_out(self.unread, self.path)
 
 
-def left_out(lines: int, path: Path) -> str:
+def left_out(lines: int, path: Path | str) -> str:
     """State how many lines of a metrics.jsonl cannot be read; empty if there is none."""
     if lines == 1:
         return f"1 line of {path} cannot be read and is left out"

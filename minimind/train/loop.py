@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from minimind.checkpoint.identity import layout, versions
 from minimind.checkpoint.resume import TrainState
@@ -34,6 +37,7 @@ from minimind.train.start import Plan
 if TYPE_CHECKING:
     from minimind.checkpoint.mirror import Mirror
     from minimind.recovery.corruption import CorruptionCheck
+    from minimind.recovery.fingerprints import Fingerprints
     from minimind.recovery.spikes import SpikeGuard
     from minimind.report.trace import Trace
     from minimind.train.patience import Patience
@@ -68,6 +72,7 @@ class RunContext:
     logger: RunLogger
     spikes: SpikeGuard | None
     corruption: CorruptionCheck | None
+    fingerprints: Fingerprints | None
     skipped: SkippedSteps
     stop: StopRequest
     progress: Progress
@@ -114,8 +119,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         engine.seed(state.step)
         clock.begin()
         micro_batches = context.logger.track(context.batches.at(state.step))  # fetch
-        lr = context.schedule.lr_at(state.step)
-        result = engine.step(micro_batches, lr, clock, context.norm_limit)  # step
+        result = take_step(context, state.step, micro_batches, clock)  # step
         state = state.after(context.batches.of(state.step).tokens_per_step)  # advance
         advance_progress(context, state, state.step - first)
         stop_requests, failed, overdue, must_go_back = sum_requests(context, state, result)
@@ -154,6 +158,22 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     if state.step < last:
         return state, PREEMPTED, f"stopped on {stop_reason(context)}, saved"
     return state, 0, (context.patience and context.patience.reason) or "done"
+
+
+def take_step(
+    context: RunContext, step: int, micro_batches: Sequence[Tensor], clock: PhaseClock
+) -> StepResult:
+    """Take the step after `step`, and log its fingerprint if one is due (collective)."""
+    run, engine, fingerprints = context.run, context.engine, context.fingerprints
+    is_recorded = step == 0 or is_due(step + 1, run.fingerprints or 1, context.schedule.total_steps)
+    if fingerprints and is_recorded:
+        fingerprints.begin(step)
+    lr = context.schedule.lr_at(step)
+    result = engine.step(micro_batches, lr, clock, context.norm_limit)
+    if fingerprints and is_recorded:
+        with context.logger.pausing("fingerprint"):
+            context.logger.event("fingerprint", **fingerprints.end(step + 1, result))
+    return result
 
 
 def register_cleanup(context: RunContext) -> None:

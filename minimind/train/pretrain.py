@@ -262,7 +262,7 @@ def build_context(
     batches = build_batches(run, engine, prepared, order)
     held_out = held_out_of(run, prepared, order, schedule.total_steps)
     held_out.begin_with(resumed.eval_rows)
-    patience = scores = trace = corruption = spikes = None
+    patience = scores = trace = corruption = fingerprints = spikes = None
     if run.patience is not None:
         from minimind.train.patience import Patience
 
@@ -279,6 +279,10 @@ def build_context(
         from minimind.recovery.corruption import CorruptionCheck
 
         corruption = CorruptionCheck(run, engine, resumed.state.step)
+    if run.fingerprints:
+        from minimind.recovery.fingerprints import Fingerprints
+
+        fingerprints = Fingerprints(engine, batches)
     if run.guard:
         from minimind.recovery.spikes import SpikeGuard
 
@@ -300,6 +304,7 @@ def build_context(
         communication=engine.instrument_collectives() if run.profile else None,
         logger=logger,
         corruption=corruption,
+        fingerprints=fingerprints,
         spikes=spikes,
         skipped=SkippedSteps(run, engine, order, batches.at, prepared.tokenizer.decode, logger),
         stop=progress.begin(),

@@ -95,6 +95,7 @@ def log_start_event(context: RunContext, resumed: Resumed) -> dict[str, Any]:
         "step": state.step,
         "resume_from": str(resumed.path) if resumed.path else None,
         "init_from": context.init_from,
+        "identity": context.identity,
         **layout(run, engine),
         "group_size": engine.parallel.group_size,
         "dtype": run.dtype,

@@ -76,6 +76,11 @@ SMALLEST = [
         has_results=False,
     ),
     Small("fake_ranks", "--ranks 8", ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")),
+    Small(
+        "fingerprints",
+        "TEXT.jsonl --batch_size 1 --pairs 2",
+        ("step_ms", "record_ms", "share", "95 %"),
+    ),
     Small("huge_pages", "TEXT.jsonl --steps 2 --rounds 1", ("ratio", "losses equal")),
     Small("launches", "--rounds 2", ("eager", "compiled", "us each")),
     Small(
