@@ -168,7 +168,8 @@ def _summary(
     lr, place = identity["lr"], shell_word(str(out))
     by = [lr["optimizer"], f"updates {found.updates}"]
     if not found.unknown:
-        by += [f"stage {found.stage}", f"processes {found.processes}", found.dtype]
+        from_ranks = [f"stage {found.stage}", f"processes {found.processes}"]
+        by += [*(["universal"] if found.stage is None else from_ranks), found.dtype]
     lines = [
         f"{out}: step {found.step} of {found.folder}: {parameters:,} weights with {moments} in"
         f" float32, {mebibytes(size)}",
