@@ -45,6 +45,8 @@ OPTIMIZER_OF = {frozenset(row.kinds): name for name, row in OPTIMIZERS.items()}
 NUMBERS = ("lr", "initial_lr", "weight_decay", "eps", "momentum")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16")}
+AUTOCAST = {**dict.fromkeys(("bfloat16", "bf16"), "bfloat16")}  # names in DeepSpeed's JSON
+AUTOCAST |= dict.fromkeys(("float16", "fp16", "half"), "float16")
 # Settings of a group that change an update; keys of groups of others that have Adam's state.
 SWITCHES = ("use_muon", "decoupled_weight_decay", "bias_correction", "nesterov")
 OTHERS = {"max_coeff": "LAMB", "momentum_decay": "NAdam"}
@@ -150,6 +152,14 @@ class ForeignCheckpoint:
         found: Any = self.config.get(block)
         params = found.get("params") if isinstance(found, Mapping) else None
         return params if isinstance(params, Mapping) else {}
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype of products under autocast, empty if it is the default of the device."""
+        block: Any = self.config.get("torch_autocast")
+        if not isinstance(block, Mapping) or block.get("enabled") is not True:
+            return None
+        return AUTOCAST.get(str(block.get("dtype")).removeprefix("torch."), "")
 
     @property
     def peak(self) -> float | None:

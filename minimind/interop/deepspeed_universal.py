@@ -211,10 +211,11 @@ class _Settings:
             "ds_version": TESTED,
         }
 
-    def trainer_state(self) -> dict[str, int]:
+    def trainer_state(self) -> dict[str, Any]:
         """trainer_state.json; the Trainer warns if its own rows of a micro-batch differ."""
         rows = self.manifest.get("micro_batch_rows") or self.rows or 1
-        return {"global_step": self.manifest["step"], "train_batch_size": rows}
+        control = {"stateful_callbacks": {"TrainerControl": {}}}  # its saves require it
+        return {"global_step": self.manifest["step"], "train_batch_size": rows, **control}
 
     def json(self) -> dict[str, Any]:
         """What the DeepSpeed JSON must say, as far as the checkpoint knows."""

@@ -209,6 +209,9 @@ def _lost(found: ForeignCheckpoint) -> Iterator[tuple[str, str]]:
     yield "rows per step", f"{rows}{batch}"
     if found.low_precision:
         yield "weights in float32", f"begin at those of the file, some in {found.low_precision}"
+    if found.autocast is not None:  # where a --dtype says so too
+        kind = found.autocast or "low precision"
+        yield f"products in {kind} (torch_autocast)", f"--dtype {found.dtype}, for products too"
     if "dtype" in found.unknown:
         yield "dtype", "--dtype; MiniMind's has float32 weights and low-precision products"
     if (eps := group.get("eps", 1e-8)) != 1e-8 and found.optimizer == "adamw":

@@ -21,7 +21,7 @@ from tests.faults import tiny
 
 STEPS, RATE, ROWS, LENGTH = 3, 1e-2, 4, 16  # of deepspeed_runs.py, which imports DeepSpeed
 BOUNDS = {"float32": 1e-6, "bfloat16": 2e-2}  # of a loss of 6.4
-DTYPES = {"f": "float32", "b": "bfloat16"}
+DTYPES = {"f": "float32", "b": "bfloat16", "h": "float16"}
 
 
 def cases(*names: str) -> list[tuple[str, int, str]]:

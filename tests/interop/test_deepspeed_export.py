@@ -1,4 +1,4 @@
-"""minimind export --format deepspeed-universal: DeepSpeed goes on from it, and so does an import."""
+"""minimind export --format deepspeed-universal: DeepSpeed goes on from it, as an import does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minimind.cli.main import main
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import interleaved_to_half
 from tests.faults import tiny
-from tests.interop.continued import BOUNDS, DTYPES, RATE, STEPS, Engine, cases, run_deepspeed
+from tests.interop.continued import BOUNDS, RATE, STEPS, Engine, cases, run_deepspeed
 
 CONFIG = MiniMindConfig(**tiny.SHAPE, qk_norm=True)
 LR: dict[str, Any] = {
@@ -171,7 +171,7 @@ def test_deepspeed_goes_on(processes: int, tokenizer: bytes, tmp_path: Path):
     """Its weights and moments are ours to the last bit, and the next losses are ours too."""
     own, source, out = {}, tmp_path / "source", tmp_path / "out"
     out.mkdir()
-    for dtype in DTYPES.values():
+    for dtype in BOUNDS:
         engine = trained(tmp_path / dtype, tokenizer, dtype)
         assert export(tmp_path / dtype, source / dtype) == 0
         own[dtype] = torch.tensor(engine.losses(STEPS, STEPS + 5))

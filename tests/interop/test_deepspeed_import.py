@@ -334,6 +334,42 @@ def test_what_the_files_say_of_precision_rate_and_decay(source: Path, tmp_path: 
     assert (found.grad_clip, found.unknown) == (None, ("lr",))
 
 
+def test_autocast_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    state = state_of(source)
+    for number, (block, told) in enumerate(
+        [
+            ({"enabled": True, "dtype": "bf16"}, "products in bfloat16 (torch_autocast)"),
+            ({"enabled": True}, "products in low precision (torch_autocast)"),
+            ({"enabled": False, "dtype": "bf16"}, ""),
+        ]
+    ):
+        state["ds_config"] = {"torch_autocast": block}
+        place = made(tmp_path / f"step {number}", source, state)
+        assert import_run(place, source, tmp_path / f"run {number}") == 0
+        said = capsys.readouterr().out
+        assert told in said
+        assert ("torch_autocast" in said) == bool(told)
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["0h", "1h", "2h", "3h"])
+def test_float16_has_its_master_weights_and_its_loss_scale(
+    name: str, written: Written, source: Path, tmp_path: Path
+):
+    place, out = written(2, ("0h", "1h", "2h", "3h")) / name, tmp_path / "run"
+    assert import_run(place, source, out) == 0
+    contents, after = contents_of(out), torch.load(place / "after.pt")
+    assert contents.manifest["identity"]["dtype"] == {"dtype": "float16"}
+    scaler = contents.state["counters"]["loss_scaler"]
+    assert (scaler["cur_scale"], scaler["cur_iter"]) == (2**16, STEPS)
+    for kind in KINDS:
+        for weight, value in after[kind].items():
+            is_rotated = re.search(r"[qk]_(proj|norm)", weight)
+            held = half_to_interleaved(value, 8) if is_rotated else value
+            assert torch.equal(contents.read(kind, weight), held), (kind, weight)
+
+
 def test_a_universal_folder_is_read(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
