@@ -113,7 +113,8 @@ def main() -> None:
     operators = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}  # takes minutes
     deepspeed.ops.__dict__["__compatible_ops__"] = operators
     # Asked before the first step only; the kernels of torch take float16 on any CPU.
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    accelerator: Any = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
     for name, stage, dtype in cases:
         run(source, out / name, stage, dtype, dist.get_world_size(), dist.get_rank())
     dist.destroy_process_group()
