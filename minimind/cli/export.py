@@ -11,14 +11,16 @@ from minimind.cli.command import PLACE, OfPlace, Output, argument, non_empty, si
 from minimind.cli.model import OfWeights
 from minimind.config.names import no_run, not_there
 from minimind.errors import CheckpointError, UsageError
-from minimind.interop.formats import ORIGINS, RUNS, WRITTEN
+from minimind.interop.formats import ORIGINS, RUNS, UNIVERSAL, WRITTEN, WRITTEN_RUNS
 
 if TYPE_CHECKING:
     from minimind.data.tokenizer.load import Tokenizer
     from minimind.interop.foreign_config import ShapeFlags
     from minimind.interop.weights import Weights
+    from minimind.runtime.output_folder import NewFolder
 
 DTYPES = ("float32", "bfloat16", "float16")
+OF_UNIVERSAL = {f"format={UNIVERSAL}": "it has a file for each float32 tensor, not a model's files"}
 
 
 @dataclass(kw_only=True)
@@ -28,12 +30,14 @@ class Export(OfWeights, OfPlace, Output):
     example = "minimind export --checkpoint out --format llama --out out/llama"
     place: Any = argument(None, **PLACE)
     """a run's out_dir, a step_ directory, or a directory of `import` or `export`"""
-    format: str = argument(choices=(*WRITTEN,), of_choices=WRITTEN)
-    dtype: str = argument("float32", choices=DTYPES)
+    format: str = argument(choices=(*WRITTEN, *WRITTEN_RUNS), of_choices=WRITTEN | WRITTEN_RUNS)
+    dtype: str = argument("float32", choices=DTYPES, excludes=OF_UNIVERSAL)
     """dtype of the tensors"""
-    max_shard_size: int | None = argument(None, parse=size_in_bytes)
+    max_shard_size: int | None = argument(None, parse=size_in_bytes, excludes=OF_UNIVERSAL)
     """maximum size of a safetensors file; a bare number counts GiB (default: 2GB)"""
-    push_to_hub: str | None = argument(None, parse=non_empty, metavar="USER/NAME")
+    push_to_hub: str | None = argument(
+        None, parse=non_empty, metavar="USER/NAME", excludes=OF_UNIVERSAL
+    )
     """upload --out to this model of the Hugging Face Hub, which is created if it does not exist"""
     hub_private_repo: bool = argument(False, needs="push_to_hub")
     """make the model private"""
@@ -47,6 +51,9 @@ class Export(OfWeights, OfPlace, Output):
         from minimind.interop.weights import read_weights
         from minimind.runtime.hub import owned_model
 
+        if self.format == UNIVERSAL:
+            return self._export_universal()
+
         def write(weights: Weights) -> str:
             options = (self.out, self.format, self.dtype, self.max_shard_size, self.force)
             written = export(weights, weights.load_tokenizer(), *options)
@@ -59,6 +66,37 @@ class Export(OfWeights, OfPlace, Output):
         print(read_weights(self.checkpoint, write, self.weights), flush=True)
         if model:
             print(push_export(self.out, model, self.hub_private_repo, self.format))
+
+    def _export_universal(self) -> None:
+        """Write a checkpoint of DeepSpeed and print a summary."""
+        from minimind.interop.deepspeed_universal import export_universal
+        from minimind.interop.weights import read_weights
+
+        if self.weights != "trained":
+            raise UsageError(
+                f"--weights {self.weights} has no moments, and --format {UNIVERSAL} needs those of"
+                " the weights; leave it out"
+            )
+        out = _new_run(self.out, self.force, "export")
+
+        def write(weights: Weights) -> str:
+            summary, note = export_universal(weights, out)
+            if note:
+                print(f"{self.out}: {note}", file=sys.stderr)
+            return summary
+
+        print(read_weights(self.checkpoint, write))
+
+
+def _new_run(path: Path, force: bool, author: str) -> NewFolder:
+    """The folder of a run, which replaces nothing."""
+    from minimind.runtime.output_folder import NewFolder
+
+    if force:
+        raise UsageError("--force replaces no run; drop it, and give a new --out")
+    out = NewFolder(path, False, (), author, lambda folder: False)
+    out.require_free()
+    return out
 
 
 @dataclass(kw_only=True)
@@ -117,12 +155,8 @@ class Import(Output):
         from minimind.interop.deepspeed_checkpoint import read_deepspeed, step_folder
         from minimind.interop.foreign_run import import_run, model_of_run
         from minimind.interop.minimind_resume import read_minimind_resume
-        from minimind.runtime.output_folder import NewFolder
 
-        if self.force:
-            raise UsageError("--force replaces no run; drop it, and give a new --out")
-        out = NewFolder(self.out, False, (), "import", lambda folder: False)
-        out.require_free()
+        out = _new_run(self.out, self.force, "import")
         is_deepspeed = self.kind == "deepspeed"
         source = step_folder(self.source) if is_deepspeed else self.source
         found = (read_deepspeed if is_deepspeed else read_minimind_resume)(source)

@@ -39,6 +39,8 @@ from minimind.runtime.durable_files import read_small, require_regular
 
 OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
 MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_00_model_states\.pt")
+OF_ALL = "mp_rank_00_model_states.pt"  # the file of the model, and of the first rank at stage 3
+OF_STAGE_3 = f"zero_pp_rank_0_{OF_ALL}"
 # The optimizer that kinds of state show.
 OPTIMIZER_OF = {frozenset(row.kinds): name for name, row in OPTIMIZERS.items()}
 # Numbers of a group of an optimizer, and of a dynamic loss scaler.
@@ -97,7 +99,7 @@ class ForeignCheckpoint:
     skipped: int = 0
     rows: int = 0  # that all steps read
     config: Mapping[str, Any] = field(default_factory=dict)  # of DeepSpeed
-    stage: int = 0
+    stage: int | None = 0  # None: it is universal
     processes: int = 1
     unknown: tuple[str, ...] = ()  # groups of settings that the software does not save
     dtype: str = "float32"  # of the weights in training
@@ -150,6 +152,14 @@ class ForeignCheckpoint:
         found: Any = self.config.get(block)
         params = found.get("params") if isinstance(found, Mapping) else None
         return params if isinstance(params, Mapping) else {}
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype of products under autocast, empty if it is the default of the device."""
+        block: Any = self.config.get("torch_autocast")
+        if not isinstance(block, Mapping) or block.get("enabled") is not True:
+            return None
+        return NAMES.get(str(block.get("dtype")).removeprefix("torch."), "")
 
     @property
     def peak(self) -> float | None:
@@ -232,6 +242,8 @@ def _names(folder: Path) -> list[str]:
 def read_deepspeed(folder: Path) -> ForeignCheckpoint:
     """The checkpoint of one step; raise CheckpointError for what is damaged or not known."""
     names = [name for name in _names(folder) if name.endswith("_states.pt")]
+    if disk.is_dir(folder / "zero") and OF_ALL in names:
+        names = [name for name in names if name != OF_STAGE_3]  # an export of ours has it for both
     with readable(folder, REPLACE):
         models, optimizers = _by_rank(MODEL, names), _by_rank(OPTIMIZER, names)
     if other := next((n for n in names if n not in (*models, *optimizers)), None):
@@ -241,7 +253,7 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
         )
     if not models:
         raise CheckpointError(
-            f"{folder}: has no mp_rank_00_model_states.pt; name a folder global_stepN of DeepSpeed,"
+            f"{folder}: has no {OF_ALL}; name a folder global_stepN of DeepSpeed,"
             " or the one above it (checkpoint-N of the Trainer)"
         )
     states = [_load(folder / name) for name in models]
@@ -264,10 +276,8 @@ def read_deepspeed(folder: Path) -> ForeignCheckpoint:
         )
         dtypes = [value.dtype for value in state["module"].values() if value.is_floating_point()]
         found.dtype = DTYPES[dtypes[0]]
-        autocast: Any = found.config.get("torch_autocast")
-        if isinstance(autocast, Mapping) and autocast.get("enabled") is True:
-            is_bf16 = NAMES.get(str(autocast.get("dtype"))) == "bfloat16"
-            found.dtype = MIXED if is_bf16 else found.dtype
+        if found.autocast == "bfloat16":
+            found.dtype = MIXED
         schedule = state.get("lr_scheduler")
         found.has_schedule = schedule is not None
         if isinstance(schedule, Mapping) and "last_batch_iteration" in schedule:
@@ -487,20 +497,23 @@ def _read_universal(found: ForeignCheckpoint, state: Mapping[str, Any]) -> None:
     common = _load(zero / "optimizer_state.pt")
     with as_laid_out(found.folder):
         shapes = state["param_shapes"]
-        found.stage, found.groups = _stage(common), common["param_groups"]
+        found.stage, found.groups = None, common["param_groups"]
         found.members, found.shapes = _members(found.groups, shapes), _shapes(shapes)
         base = common.get("optimizer_state_dict") or {"state": {}}  # of stage 3
         states = [*base["state"].values()]
         if odd := next((n for n in found.shapes if not re.fullmatch(r"\w[\w.-]{0,300}", n)), None):
             raise CheckpointError(f"has a weight {shown(odd)}, which names no folder")
-    found.pieces = {kind: {} for kind in (MASTER, *ADAM)}
     for name in found.shapes:
-        for kind, pieces in found.pieces.items():
-            value = load_pickle(file := zero / name / f"{kind}.pt")
+        held = zero / name
+        others = {file.stem: file for file in sorted(disk.matching(held, "*.pt"))}
+        for kind, file in {MASTER: held / f"{MASTER}.pt", **others}.items():
+            value = load_pickle(file)
+            if kind == "step":
+                states.append({"step": value})
+                continue
             with as_laid_out(file):
-                pieces[name] = [(value["param"] if isinstance(value, Mapping) else value).view(-1)]
-        if disk.exists(step := zero / name / "step.pt"):
-            states.append({"step": load_pickle(step)})
+                value = value["param"] if isinstance(value, Mapping) else value
+                found.pieces.setdefault(kind, {})[name] = [value.view(-1)]
     with as_laid_out(found.folder):
         _read_updates(found, [states])
 

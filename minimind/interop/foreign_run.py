@@ -169,7 +169,8 @@ def _summary(
     lr, place = identity["lr"], shell_word(str(out))
     by = [lr["optimizer"], f"updates {found.updates}"]
     if not found.unknown:
-        by += [f"stage {found.stage}", f"processes {found.processes}", found.dtype]
+        from_ranks = [f"stage {found.stage}", f"processes {found.processes}"]
+        by += [*(["universal"] if found.stage is None else from_ranks), found.dtype]
     lines = [
         f"{out}: step {found.step} of {found.folder}: {parameters:,} weights with {moments} in"
         f" float32, {mebibytes(size)}",
@@ -209,6 +210,9 @@ def _lost(found: ForeignCheckpoint) -> Iterator[tuple[str, str]]:
     yield "rows per step", f"{rows}{batch}"
     if found.low_precision:
         yield "weights in float32", f"begin at those of the file, some in {found.low_precision}"
+    if found.autocast is not None and found.dtype != MIXED:
+        kind = found.autocast or "low precision"
+        yield f"products in {kind} (torch_autocast)", f"--dtype {found.dtype}, for products too"
     if "dtype" in found.unknown:
         yield "dtype", f"--dtype; MiniMind's own is {MIXED}"
     if (eps := group.get("eps", 1e-8)) != 1e-8 and found.optimizer == "adamw":

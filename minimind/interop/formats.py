@@ -377,3 +377,6 @@ ORIGINS = {origin: form for form in FORMATS.values() for origin in form.origins}
 # Values of `minimind import --from` of whole runs: their optimizer and step are read too.
 RUNS = ("deepspeed", "minimind-resume")
 WRITTEN = {name: form.help for name, form in FORMATS.items() if form.help}
+# Values of `minimind export --format` of a whole checkpoint, with the state of its optimizer.
+UNIVERSAL = "deepspeed-universal"
+WRITTEN_RUNS = {UNIVERSAL: "a checkpoint of DeepSpeed, with moments and step"}

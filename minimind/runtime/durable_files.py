@@ -22,7 +22,7 @@ from minimind.runtime import disk
 from minimind.runtime.drafts import draft_of, remove_left
 
 
-def write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes | memoryview) -> None:
     """Write and fsync; the name is durable only after its directory is synced too."""
     with open(path, "wb") as file:
         file.write(content)

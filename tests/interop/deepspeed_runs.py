@@ -3,6 +3,8 @@
 CASES is JSON: a list of [name, stage, dtype]. The processes meet by the variables of torchrun.
 Each writes OUT/NAME/global_stepN, beside it the model's config.json, and `after.pt` with what
 DeepSpeed itself says: the whole weights and moments at the save, and the losses of the next steps.
+If SOURCE/DTYPE is a universal checkpoint, the run begins with it instead, and is not saved; it is
+of torch's SGD if there is a file SOURCE/SGD. Numbers of the optimizer that differ here are in it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import deepspeed  # noqa: TID251 (what it saves is read)
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 STEPS, MORE, ROWS, LENGTH = 3, 5, 4, 16
 RATE, BETAS, DECAY, CLIP = 1e-2, (0.9, 0.95), 0.1, 1.0
@@ -54,12 +56,20 @@ def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 def run(source: Path, out: Path, stage: int, dtype: str, processes: int, rank: int) -> None:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(groups(model), lr=RATE, betas=BETAS)
+    is_universal = (source / dtype / "latest_universal").is_file()
+    config = configuration(stage, dtype, processes)
+    if is_universal:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source / dtype))
+        config |= {"checkpoint": {"load_universal": True}}
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    of_weights = groups(model)
+    if (source / "SGD").is_file():
+        optimizer = torch.optim.SGD(of_weights, lr=0.5, momentum=0.1)
+    else:
+        optimizer = torch.optim.AdamW(of_weights, lr=0.5 if is_universal else RATE, betas=BETAS)
     initialize: Any = deepspeed.initialize
-    engine, *_ = initialize(
-        model=model, optimizer=optimizer, config=configuration(stage, dtype, processes)
-    )
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
     share = ROWS // processes
     losses = []
 
@@ -73,8 +83,15 @@ def run(source: Path, out: Path, stage: int, dtype: str, processes: int, rank: i
             dist.all_reduce(mean)
             losses.append(float(mean) / processes)
 
-    train(0, STEPS)
-    engine.save_checkpoint(str(out))
+    if is_universal:
+        engine.load_checkpoint(str(source / dtype))
+        assert engine.global_steps == STEPS
+        for state in optimizer.state.values():  # stage 3 gives all of them one tensor
+            if "step" in state:
+                state["step"] = state["step"].clone()
+    else:
+        train(0, STEPS)
+        engine.save_checkpoint(str(out))
     saved: dict[str, Any] = {"fp32": {}, **{kind: {} for kind in KINDS}}
     if stage:
         if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
@@ -83,11 +100,12 @@ def run(source: Path, out: Path, stage: int, dtype: str, processes: int, rank: i
         for name, p in engine.module.named_parameters():
             whole: Any = deepspeed.utils.safe_get_full_fp32_param(p)
             saved["fp32"][name] = whole.clone()
-            for kind in KINDS:
+            for kind in KINDS if isinstance(optimizer, torch.optim.AdamW) else ():
                 moment: Any = deepspeed.utils.safe_get_full_optimizer_state(p, kind)
                 saved[kind][name] = moment.clone()
     train(STEPS, STEPS + MORE)
     if rank == 0:
+        out.mkdir(exist_ok=True)
         torch.save({"losses": losses, **saved}, out / "after.pt")
         model.config.save_pretrained(out)
     dist.barrier()
@@ -98,6 +116,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     operators = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}  # takes minutes
     deepspeed.ops.__dict__["__compatible_ops__"] = operators
+    # Asked before the first step only; the kernels of torch take float16 on any CPU.
+    accelerator: Any = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
     for name, stage, dtype in cases:
         run(source, out / name, stage, dtype, dist.get_world_size(), dist.get_rank())
     dist.destroy_process_group()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import pickle
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import zipfile
@@ -22,15 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from minimind.checkpoint.directory import read_manifest
 from minimind.checkpoint.reader import Contents
 from minimind.checkpoint.resume import resume
 from minimind.cli.main import main
-from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.parse import parse_flags
-from minimind.engine.compile import compute_in
-from minimind.engine.optimizers import parameter_groups
-from minimind.engine.plain_backend import PlainBackend
 from minimind.errors import CheckpointError
 from minimind.interop.deepspeed_checkpoint import load_pickle, read_deepspeed
 from minimind.interop.tensor_sources import open_tensors
@@ -40,20 +32,13 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import half_to_interleaved
 from tests.conftest import ROOT, Launcher
 from tests.faults import tiny
+from tests.interop.continued import BOUNDS, RATE, STEPS, Engine, cases, run_deepspeed
 from tests.interop.hostile import good_folder
 from tools.runs import config_of_stage, events
 
-STEPS, RATE, ROWS, LENGTH = 3, 1e-2, 4, 16  # of deepspeed_runs.py, which imports DeepSpeed
-DTYPES = {"f": "float32", "b": "bfloat16", "m": "bf16-mixed"}
-BOUNDS = {"float32": 1e-6, "bfloat16": 2e-2, "bf16-mixed": 2e-2}  # of a loss of 6.4
 MODEL_FILE, NORM = "mp_rank_00_model_states.pt", "model.norm.weight"
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
 Written = Callable[[int, tuple[str, ...]], Path]
-
-
-def cases(*names: str) -> list[tuple[str, int, str]]:
-    """`2f` -> stage 2 in float32."""
-    return [(name, int(name[0]), DTYPES[name[1]]) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +55,7 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
         if (processes, names) in made:
             return made[processes, names]
         out = made[processes, names] = tmp_path_factory.mktemp("deepspeed")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        words = [sys.executable, "-m", "tests.interop.deepspeed_runs", source, out]
-        ranks = []
-        for rank in range(processes):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            env = os.environ | {name: str(value) for name, value in place.items()}
-            command = [*map(str, words), json.dumps(cases(*names))]
-            with open(out / f"rank-{rank}.log", "wb") as log:
-                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-        assert [rank.wait(500) for rank in ranks] == [0] * processes, (
-            out / "rank-0.log"
-        ).read_text()[-3000:]
+        run_deepspeed(processes, source, out, names)
         return out
 
     return write
@@ -103,32 +74,6 @@ def import_run(place: Path, source: Path, out: Path, *more: object) -> int:
 def contents_of(out: Path) -> Contents:
     (path,) = (out / "checkpoints").iterdir()
     return Contents(path)
-
-
-class Engine(tiny.Engine):
-    """One process with the model of a checkpoint."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        config = read_checkpoint_weights(checkpoint).config
-        dtype = read_manifest(checkpoint)["identity"]["dtype"]["dtype"]
-        run = parse_flags(["--dtype", dtype, "--learning_rate", str(RATE), "--grad_clip", "1"])
-        self.model = MiniMindForCausalLM(config).to(getattr(torch, run.weight_dtype))
-        compute_in(dtype, self.model, "cpu")
-        groups = parameter_groups(self.model, 0.1)
-        self.backend = PlainBackend(self.model, self.model, ResolvedConfig(run, "single"), groups)
-
-    def losses(self, first: int, last: int) -> list[float]:
-        found = []
-        for step in range(first, last):
-            ids = torch.randint(
-                5, 512, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step)
-            )
-            self.backend.begin(RATE)
-            loss = self.model(input_ids=ids, labels=ids).loss
-            self.backend.backward(loss)
-            self.backend.update(True)
-            found.append(float(loss.detach()))
-        return found
 
 
 @pytest.mark.launch
@@ -169,7 +114,9 @@ def require_continued(place: Path, source: Path, out: Path, name: str) -> None:
 def losses_after(out: Path) -> list[float]:
     """The losses of the five steps after an import, in this process."""
     contents = contents_of(out)
-    engine, identity = Engine(contents.directory), contents.manifest["identity"]
+    identity = contents.manifest["identity"]
+    config = read_checkpoint_weights(contents.directory).config
+    engine = Engine(config, identity["dtype"]["dtype"])
     found = resume(engine, engine, out / "checkpoints", "auto", identity)  # type: ignore[arg-type] (a stand-in)
     assert (found.state.step, found.state.tokens) == (STEPS, 0)
     return engine.losses(STEPS, STEPS + 5)
@@ -385,6 +332,44 @@ def test_what_the_files_say_of_precision_rate_and_decay(source: Path, tmp_path: 
     found = read_deepspeed(place)
     assert found.scaler == {**scaler, "cur_hysteresis": 1}
     assert (found.grad_clip, found.unknown) == (None, ("lr",))
+
+
+def test_autocast_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    state = state_of(source)
+    for number, (block, told) in enumerate(
+        [
+            ({"enabled": True, "dtype": "fp16"}, "products in float16 (torch_autocast)"),
+            ({"enabled": True}, "products in low precision (torch_autocast)"),
+            ({"enabled": True, "dtype": "bf16"}, ""),  # --dtype bf16-mixed
+            ({"enabled": False, "dtype": "bf16"}, ""),
+        ]
+    ):
+        state["ds_config"] = {"torch_autocast": block}
+        place = made(tmp_path / f"step {number}", source, state)
+        assert import_run(place, source, tmp_path / f"run {number}") == 0
+        said = capsys.readouterr().out
+        assert told in said
+        assert ("torch_autocast" in said) == bool(told)
+        assert ("bf16-mixed" in said) == (block == {"enabled": True, "dtype": "bf16"})
+
+
+@pytest.mark.launch
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["0h", "1h", "2h", "3h"])
+def test_float16_has_its_master_weights_and_its_loss_scale(
+    name: str, written: Written, source: Path, tmp_path: Path
+):
+    place, out = written(2, ("0h", "1h", "2h", "3h")) / name, tmp_path / "run"
+    assert import_run(place, source, out) == 0
+    contents, after = contents_of(out), torch.load(place / "after.pt")
+    assert contents.manifest["identity"]["dtype"] == {"dtype": "float16"}
+    scaler = contents.state["counters"]["loss_scaler"]
+    assert (scaler["cur_scale"], scaler["cur_iter"]) == (2**16, STEPS)
+    for kind in KINDS:
+        for weight, value in after[kind].items():
+            is_rotated = re.search(r"[qk]_(proj|norm)", weight)
+            held = half_to_interleaved(value, 8) if is_rotated else value
+            assert torch.equal(contents.read(kind, weight), held), (kind, weight)
 
 
 def test_a_universal_folder_is_read(

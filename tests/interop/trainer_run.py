@@ -1,6 +1,7 @@
 """A run of transformers' Trainer with DeepSpeed: python -m ... SOURCE OUT, on one process.
 
-It saves OUT/checkpoint-3 and OUT/after.pt, the losses of all steps.
+It saves OUT/checkpoint-3 and OUT/after.pt, the losses of all steps. If SOURCE is a universal
+checkpoint, the run goes on from it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from typing import Any
 
 import deepspeed  # noqa: TID251 (what it saves is read)
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from tests.interop.deepspeed_runs import BETAS, CLIP, DECAY, MORE, RATE, ROWS, STEPS, rows
 
@@ -25,15 +33,23 @@ CONFIG: dict[str, Any] = {
 }
 
 
+class EveryStep(TrainerCallback):
+    """Logs each step: the intervals of a checkpoint that has none are 500."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_log = True
+
+
 def main() -> None:
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     os.environ.update(zip(names, ("0", "0", "1", "127.0.0.1", "0"), strict=True))
     operators = {**deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm": False}  # takes minutes
     deepspeed.ops.__dict__["__compatible_ops__"] = operators
+    is_universal = (source / "latest_universal").is_file()
     options = TrainingArguments(
         output_dir=str(out),
-        deepspeed=CONFIG,
+        deepspeed=CONFIG | {"checkpoint": {"load_universal": is_universal}},
         use_cpu=True,
         per_device_train_batch_size=ROWS,
         max_steps=STEPS + MORE,
@@ -51,7 +67,10 @@ def main() -> None:
         report_to="none",
         seed=1,
     )
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    if is_universal:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     size = model.config.vocab_size
     data = [
         {"input_ids": row, "labels": row}
@@ -60,7 +79,8 @@ def main() -> None:
     ]
     tokenizer = AutoTokenizer.from_pretrained(source)
     trainer = Trainer(model, options, train_dataset=data, processing_class=tokenizer)  # type: ignore[arg-type] (a list has what is asked for)
-    trainer.train()
+    trainer.add_callback(EveryStep())
+    trainer.train(resume_from_checkpoint=str(source) if is_universal else None)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     torch.save({"losses": losses}, out / "after.pt")
 
