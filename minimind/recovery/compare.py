@@ -20,6 +20,7 @@ from minimind.runtime.event_log import EventLog
 from minimind.runtime.terminal import printable
 
 EPS = {"float32": 2.0**-23, "tf32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+EPS["bf16-mixed"] = EPS["bfloat16"]
 EXACT, EXACT_KINDS = 1e-9, ("rows", "lr")  # what no rounding changes: token ids, the learning rate
 # Rounding: two orders of the same sums differ by less than so many eps, relative to the norm. The
 # table of tests/recovery/compared.py has what is named by it, and what is not.

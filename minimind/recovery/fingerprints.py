@@ -9,6 +9,7 @@ its position. A weight is read in rows of WIDTH elements, whose keys depend on i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import shake_128
 from inspect import getsourcelines, unwrap
@@ -81,13 +82,18 @@ class Recorder:
         """The code of each place."""
         return {name: line_of(type(module)) for name, module in self._watched.items()}
 
-    def begin(self, first_row: int = 0, part: int = 0, counts: tuple[bool, bool] = (True, True)):
-        """Record the forward passes from now on; `first_row` is that of the next one in its step.
+    def begin(
+        self,
+        rows: range = range(sys.maxsize),
+        part: int = 0,
+        counts: tuple[bool, bool] = (True, True),
+    ) -> None:
+        """Record the forward passes from now on, which read these rows of a step, then padding.
 
         part: which of the equal parts of the positions activations have. counts: whether those of
         rows and of activations are counted, and not by another rank.
         """
-        self._next_row, self._part, self._counts = first_row, part, counts
+        self._rows, self._part, self._counts = rows, part, counts
         assert self.model is not None
         self._sums = {}
         begin = self.model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
@@ -128,24 +134,30 @@ class Recorder:
         self._seen: set[str] = set()
         named = {**dict(zip(TOKENS, given, strict=False)), **named}
         ids = named["input_ids"]
-        self._row, self._shape = self._next_row, ids.shape
-        self._next_row += len(ids)
-        rows = self._keys("row", self._row, len(ids), ids.device)
+        self._size, self._read, self._rows = (
+            len(ids),
+            self._rows[: len(ids)],
+            self._rows[len(ids) :],
+        )
+        if not self._read:
+            return
+        rows = self._keys("row", self._read.start, len(self._read), ids.device)
         positions = self._keys("position", 0, ids.shape[1], ids.device)
         for name, place in TOKENS.items():
             if named.get(name) is not None and self._counts[0]:
-                self._count(ROWS, place, widened(named[name]), rows, positions)
+                tokens = widened(named[name][: len(self._read)])
+                self._count(ROWS, place, tokens, rows, positions)
 
     @torch.no_grad()
     def _take(self, name: str, output: Any) -> None:
         """Count an activation (B, T, E), once if the backward pass computes it again."""
         x = output[0] if isinstance(output, tuple) else output
-        is_row = torch.is_tensor(x) and x.ndim == 3 and len(x) == self._shape[0]
-        if name in self._seen or not is_row or not self._counts[1]:
+        is_row = torch.is_tensor(x) and x.ndim == 3 and len(x) == self._size
+        if name in self._seen or not is_row or not self._counts[1] or not self._read:
             return
         self._seen.add(name)
-        length, width = x.shape[1:]
-        rows = self._keys("row", self._row, len(x), x.device)
+        x, (length, width) = x[: len(self._read)], x.shape[1:]
+        rows = self._keys("row", self._read.start, len(x), x.device)
         positions = self._keys("position", self._part * length, length, x.device)
         columns = self._keys("column", 0, width, x.device)
         tokens = torch.outer(rows, positions).view(-1)
@@ -198,9 +210,8 @@ class Fingerprints:
         counts = parallel.is_first(engine.rank), parallel.is_first(engine.rank)
         if engine.sequence:
             counts = counts[0], True
-        share = len(positions) // parallel.data_size
-        part = engine.rank % parallel.sequence
-        self._recorder.begin(engine.data_rank * share, part, counts)
+        share = self.batches.order.of(step).share(engine.data_rank, parallel.data_size)
+        self._recorder.begin(share, engine.rank % parallel.sequence, counts)
         self._rows, self._state = [positions.start, positions.stop], engine.state()
         self._taken = self._state.base.register_step_pre_hook(self._add_gradients)
 

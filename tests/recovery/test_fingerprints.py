@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -43,10 +44,12 @@ def model_of() -> MiniMindForCausalLM:
     return MiniMindForCausalLM(MiniMindConfig(**SHAPE, max_seq_len=12))
 
 
-def passes(model: nn.Module, *micro_batches: torch.Tensor, first_row: int = 0) -> Any:
+def passes(
+    model: nn.Module, *micro_batches: torch.Tensor, first_row: int = 0, stop: int = sys.maxsize
+) -> Any:
     """The numbers of the forward passes over rows (B, T + 1)."""
     recorder = Recorder(model)
-    recorder.begin(first_row)
+    recorder.begin(range(first_row, stop))
     for rows in micro_batches:
         out = model(input_ids=rows[:, :-1], shift_labels=rows[:, 1:])
         out.loss.backward()
@@ -73,6 +76,11 @@ def test_micro_batches_and_ranks_have_the_numbers_of_the_whole_step():
         near = pytest.approx(numbers, rel=1e-5, abs=1e-6 * numbers[0] ** 0.5)
         assert parts[key] == near, key
         assert [a + b for a, b in zip(first[key], second[key], strict=True)] == near, key
+    padding = torch.full((1, 13), 3)  # of a batch that is divided unevenly
+    padded = passes(model, rows[:3], torch.cat([rows[3:], padding, padding]), padding, stop=4)
+    for key, numbers in whole.items():
+        near = pytest.approx(numbers, rel=1e-5, abs=1e-6 * numbers[0] ** 0.5)
+        assert padded[key] == near, key
     exchanged = passes(model, rows[[1, 0, 2, 3]])
     assert exchanged["rows", "inputs"][:2] == whole["rows", "inputs"][:2]
     assert exchanged["rows", "inputs"][2] != whole["rows", "inputs"][2]
