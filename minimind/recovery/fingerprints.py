@@ -141,12 +141,12 @@ class Recorder:
         )
         if not self._read:
             return
-        rows = self._keys("row", self._read.start, len(self._read), ids.device)
+        keys = self._keys("row", self._read.start, len(self._read), ids.device)
         positions = self._keys("position", 0, ids.shape[1], ids.device)
         for name, place in TOKENS.items():
             if named.get(name) is not None and self._counts[0]:
                 tokens = widened(named[name][: len(self._read)])
-                self._count(ROWS, place, tokens, rows, positions)
+                self._count(ROWS, place, tokens, keys, positions)
 
     @torch.no_grad()
     def _take(self, name: str, output: Any) -> None:
