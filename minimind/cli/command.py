@@ -161,7 +161,8 @@ class OfPlace(Command):
         if any(Path(one).name == "best" for one in given):
             from minimind.checkpoint.retention import with_best  # not for other places: it is slow
 
-            found = [str(with_best(Path(one))) for one in given]
+            paths = [(one, with_best(Path(one))) for one in given]
+            found = [one if path == Path(one) else str(path) for one, path in paths]
             self.checkpoint = found[0] if isinstance(self.checkpoint, str) else found
 
     @property

@@ -530,7 +530,9 @@ def _repeats(case: Case) -> Iterator[Found]:
 def _ended_early(case: Case) -> Iterator[Found]:
     kind, text = case.outcomes[-1]
     if kind == "done" and text != "done":
-        advice = f"--patience above {case.flag('patience')} to train on"
+        advice = (
+            f"--patience above {case.flag('patience')} with --allow_change schedule to train on"
+        )
         yield "ended_early", f"the run {text}", advice, POSSIBLE
 
 

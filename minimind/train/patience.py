@@ -46,8 +46,8 @@ class Patience:
     def restored(self, resumed: Resumed, ranks: Ranks) -> Patience:
         """The patience as of a checkpoint; raise CheckpointError if its state there is invalid.
 
-        After an allowed change it counts from zero; after one of the schedule a decay that it
-        began is forgotten, too. Collective.
+        After an allowed change it counts from zero, unless it has run out; after one of the
+        schedule that is forgotten, too. Collective.
         """
         path = resumed.path
         state: dict[str, Any] | None = resumed.manifest.get("patience")
@@ -61,8 +61,8 @@ class Patience:
                     f"{path}: manifest.json has a patience after its step {resumed.state.step};"
                     f" {ELSEWHERE}"
                 )
-        if changed:
-            state = {"step": resumed.state.step, "ran_out": state["ran_out"]}
+        if changed and state["ran_out"] is None:
+            state = {"step": resumed.state.step}
         found = Patience(self.run, self.planned, self.logger, **state)
         if path is not None:
             saved = on_rank_0(ranks, lambda: saved_of(path, resumed.state.step))
@@ -91,7 +91,7 @@ class Patience:
         return f"ended early, as {by} did not improve{least} in {count(self.waited, 'validation')}"
 
     def lacks(self, step: int) -> bool:
-        """Whether the validation of a step does not count yet."""
+        """Whether the validation of a step does not count yet; that of step 0 never counts."""
         return self.step < step
 
     def observe(self, step: int, value: float) -> None:

@@ -22,6 +22,7 @@ from minimind.checkpoint.directory import (
 from minimind.checkpoint.resume import Resumed, TrainState
 from minimind.checkpoint.retention import record_validation, saved_in
 from minimind.checkpoint.saver import Saver
+from minimind.cli.command import OfPlace, OfPlaces
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.config.schedule import Schedule
@@ -106,6 +107,7 @@ def test_validations_without_an_improvement_are_counted(
 ):
     found = patience(words, CONSTANT)
     told: Any = found.logger
+    found.observe(0, -9.0)  # of --eval_at_start: no checkpoint has this step
     for number, value in enumerate(values, 1):
         found.observe(10 * number, value)
         found.observe(10 * number, value)  # as after a resume
@@ -152,10 +154,14 @@ def test_a_checkpoint_has_what_a_resume_needs():
     told: Any = again.logger
     assert again.schedule.total_steps == told.total == 80
     # After a change it counts anew; a decay that has begun ends only with another schedule.
-    ran_out = {**state, "step": 40, "ran_out": 40}
-    for group, step in (("batch", 40), ("schedule", None)):
-        after: Patience = found.restored(resumed(ran_out, group), Alone())  # pyright: ignore[reportArgumentType]
-        assert (after.best, after.waited, after.ran_out) == (None, 0, step)
+    ran_out, anew = {**state, "step": 40, "ran_out": 40}, (None, 0, None)
+    told_again = (3.0, state["waited"], 40)
+    for before, group, expected in (
+        *((state, "batch", anew), (state, "schedule", anew)),
+        *((ran_out, "batch", told_again), (ran_out, "schedule", anew)),
+    ):
+        after: Patience = found.restored(resumed(before, group), Alone())  # pyright: ignore[reportArgumentType]
+        assert (after.best, after.waited, after.ran_out) == expected
     for wrong in ({"step": 41}, {"ran_out": 41}, {"waited": -1}, {"best": "x"}, {"more": 1}):
         with pytest.raises(CheckpointError, match="patience"):
             found.restored(resumed(state | wrong), Alone())  # pyright: ignore[reportArgumentType]
@@ -399,3 +405,13 @@ def test_the_best_of_a_run_is_exported_and_trained_on(
         assert f"{line}; --checkpoint {best}" in capsys.readouterr().out
     finally:
         record_validation(path, values[6])
+
+
+def test_places_that_are_not_the_best_of_a_run_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("best").mkdir()  # a folder of one's own
+    places = ["s3://bucket/run/best", "out//a", "best", "absent/best", "hf:user/best"]
+    assert OfPlaces(place=places).checkpoint == places
+    assert OfPlace(place=places[0]).checkpoint == places[0]
