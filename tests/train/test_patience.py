@@ -22,7 +22,8 @@ from minimind.checkpoint.directory import (
 from minimind.checkpoint.resume import Resumed, TrainState
 from minimind.checkpoint.retention import record_validation, saved_in
 from minimind.checkpoint.saver import Saver
-from minimind.cli.command import OfPlace, OfPlaces
+from minimind.cli.compare import Compare
+from minimind.cli.generate import Generate
 from minimind.cli.main import main
 from minimind.config.parse import parse_flags
 from minimind.config.schedule import Schedule
@@ -413,5 +414,5 @@ def test_places_that_are_not_the_best_of_a_run_stay_as_they_are(
     monkeypatch.chdir(tmp_path)
     Path("best").mkdir()  # a folder of one's own
     places = ["s3://bucket/run/best", "out//a", "best", "absent/best", "hf:user/best"]
-    assert OfPlaces(place=places).checkpoint == places
-    assert OfPlace(place=places[0]).checkpoint == places[0]
+    assert Compare(place=places).checkpoint == places
+    assert Generate(place=places[0]).checkpoint == places[0]
