@@ -12,8 +12,11 @@ if the model gets `input_ids` and `shift_labels` as minimind passes them.
 import json
 from pathlib import Path
 
+import torch
 from transformers import TrainerCallback
 
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
 from minimind.recovery.fingerprints import Recorder, as_event
 
 
@@ -56,3 +59,25 @@ class Fingerprints(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0:
             self.end(state.global_step, kwargs["optimizer"])
+
+
+def main() -> None:
+    """Train a small model of random rows in plain torch, and write theirs.jsonl."""
+    torch.manual_seed(0)
+    model = MiniMindForCausalLM(MiniMindConfig(dim=32, n_layers=2, n_heads=2, vocab_size=64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    log = Fingerprints(model, "theirs.jsonl")
+    for step in range(1, 5):
+        rows = torch.randint(64, (4, 17))
+        log.begin()
+        loss = model(input_ids=rows[:, :-1], shift_labels=rows[:, 1:]).loss
+        loss.backward()
+        log.gradients(optimizer)
+        optimizer.step()
+        log.end(step, optimizer, loss=loss.item())
+        optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()

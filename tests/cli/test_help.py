@@ -163,7 +163,7 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
     assert completed("minimind", "train", "--help", "opt") == ["optimizer"]
     assert completed("minimind", "generate", "--device", "c") == ["cpu", "cuda"]
     assert completed("minimind", "eval", "--data_path", "my") == ["my_text.jsonl"]
-    assert completed("run_accelerate.sh", "--dtype", "b") == ["bfloat16"]
+    assert completed("run_accelerate.sh", "--dtype", "b") == ["bfloat16", "bf16-mixed"]
     assert completed("run_accelerate.sh", "--data_path", "my") == ["my_text.jsonl"]
     assert "--learning_rate" in completed("run_accelerate.sh", "--l")
 

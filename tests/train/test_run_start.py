@@ -94,6 +94,7 @@ def start(line: str, backend: str) -> list[str]:
     update = "by flat partitions" if resolved.config else None
     facts = {**FACTS, "backend": resolved.backend, "zero_stage": resolved.zero_stage}
     facts |= {"world_size": world_size, "zero_update": update}
+    facts["order"] = {**FACTS["order"], "rows_per_step": 4 * world_size}
     capacity = "27.1 MiB each, and the disk has room for 2,930 more"
     return first_screen(facts, resolved, "279,619 of the text", capacity, []).splitlines()
 
@@ -131,7 +132,7 @@ def test_a_start_shows_the_facts_and_every_setting_that_is_no_default(backend: s
         "a.jsonl and 1 more; 277,519 tokens in 2,151 rows of 257; 8 to 15 of the 21 held out",
         "12 bad documents skipped (rejected.jsonl)",
         f"2 rows x 2 micro-batches x {BACKENDS[backend][0]} process",
-        "= 8 rows, 1,024 tokens",
+        f"= {4 * BACKENDS[backend][0]} rows, 1,024 tokens",
         "40 steps, 40,960 tokens; 268 steps an epoch",
         f"backend {backend.split(',')[0]}",
         "MFU of 2 TFLOP/s (--peak_tflops)",

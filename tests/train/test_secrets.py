@@ -78,7 +78,13 @@ def test_canaries_of_a_configuration_are_in_no_table_file_or_record(tmp_path: Pa
     order = SimpleNamespace(n_rows=1, mixture_json=lambda: None, start_json=dict)
     context: Any = SimpleNamespace(
         **{"run": resolved.run, "engine": engine, "batches": SimpleNamespace(order=order)},
-        **{"identity": {}, "init_from": None, "spikes": None, "held_out": SimpleNamespace(reads=8)},
+        **{
+            "identity": {},
+            "init_from": None,
+            "spikes": None,
+            "patience": None,
+            "held_out": SimpleNamespace(reads=8),
+        },
     )
     (tmp_path / "metrics.jsonl").write_text(json.dumps(run_start()) + "\n")
     write_report([tmp_path], tmp_path / "report.html", "x")
