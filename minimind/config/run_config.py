@@ -315,8 +315,8 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
                 f"{given} is fewer rows than the {data_size} processes that divide them; raise it,"
                 " or start fewer (NUM_PROCESSES, plan --gpus)"
             )
-        words = f"{rows} rows as {data_size} x {padded // data_size}"
-        words += f", {padded - rows} of them padding" if padded > rows else ""
+        more = f" and {padded - rows} of padding" if padded > rows else ""
+        words = f"{rows} rows{more} as {data_size} x {padded // data_size}"
         number = self.micro_batches(world_size)
         return self.with_values(derived(words), accumulation_steps=number)
 

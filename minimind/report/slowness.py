@@ -118,6 +118,7 @@ class Setting:
     world_size: int = 1
     zero_stage: int = 0  # also for DDP, which communicates like stage 0
     accumulation_steps: int = 1
+    global_batch_size: int = 0  # rows of a step by that flag, which decides the accumulation
     tensor_parallel: int = 1
     sequence_parallel: int = 1
     num_workers: int = -1  # unknown
@@ -316,6 +317,8 @@ def _communication(times: Times, setting: Setting) -> Iterator[Finding]:
         advice = f"stage 1, if it fits: it reduces gradients once a step, not {micro_batches} times"
     else:
         advice = "a larger --batch_size" + ", or more --accumulation_steps" * (stage < 2)
+        if setting.global_batch_size:
+            advice = "a larger --global_batch_size"
         if stage in (1, 2) and micro_batches == 1 and is_possible:
             advice += ", or stage 0 if the model fits"
     yield _cause("communication", comm, step, saved, seen, advice)
@@ -329,7 +332,9 @@ def _optimizer(times: Times, setting: Setting) -> Iterator[Finding]:
     update, step = times.usual("optimizer") - comm, times.step
     if not _is_large(update, step, OPTIMIZER):
         return
-    advice, saved = "more rows a step: --batch_size or --accumulation_steps", update * AMORTIZED
+    flags = "--global_batch_size" if setting.global_batch_size else "--batch_size"
+    flags += " or --accumulation_steps" * (not setting.global_batch_size)
+    advice, saved = f"more rows a step: {flags}", update * AMORTIZED
     if setting.updates_by_flag:
         advice = f"--zero_update auto, or {advice}"
     if setting.offloads:
@@ -345,7 +350,7 @@ def _host(times: Times, setting: Setting) -> Iterator[Finding]:
     if setting.offloads or not _is_large(host, step, HOST):
         return  # what is moved to the host is waited for
     ways = ["a larger --batch_size"]
-    if setting.accumulation_steps > 1:
+    if setting.accumulation_steps > 1 and not setting.global_batch_size:
         ways = ["a larger --batch_size with fewer --accumulation_steps"]
     if setting.zero_stage == 3:
         ways.append("a lower ZeRO stage if the model fits")

@@ -28,7 +28,7 @@ def test_three_processes_train_as_two_do_and_every_check_knows_the_padding(
     rows = "2 rows x 2 micro-batches x 3 processes = 8 rows and 4 of padding, 512 tokens"
     assert rows in run.stdout
     manifest = json.loads((run.out_dir / "checkpoints/step_00000020/manifest.json").read_text())
-    source = "accumulation_steps (derived: 8 rows as 3 x 4, 4 of them padding)"
+    source = "accumulation_steps (derived: 8 rows and 4 of padding as 3 x 4)"
     assert manifest["sources"]["gradient_accumulation_steps"] == source
     config = manifest["configuration"]
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (12, 2)

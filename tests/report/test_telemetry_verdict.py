@@ -148,6 +148,7 @@ def test_without_communication_times_stage_3_names_no_slow_rank():
         ({"zero_stage": 2, "dtype": "float16"}, "a larger --batch_size", "stage 0"),
         ({"zero_stage": 1, "offloads": True}, "or more --accumulation_steps", "stage 0"),
         ({"zero_stage": 1}, "--batch_size, or more --accumulation_steps, or stage 0", "stage 1"),
+        ({"zero_stage": 1, "global_batch_size": 8}, "--global_batch_size", "--accumulation"),
         ({"zero_stage": 1, "accumulation_steps": 8}, "or more --accumulation_steps", "stage"),
         ({"zero_stage": 0, "accumulation_steps": 8}, "or more --accumulation_steps", "stage"),
         ({"zero_stage": 3}, "a larger --batch_size", "stage"),
@@ -182,6 +183,7 @@ def test_one_process_has_no_communication_to_save():
 def test_an_update_that_gathers_weights_is_no_slow_optimizer():
     times = (1.0, 20.0, 39.0, 40.0)
     assert judge(profile(*times), accumulation_steps=2).kind == "optimizer"
+    assert judge(profile(*times), global_batch_size=8).advice.endswith(": --global_batch_size")
     assert "more rows a step" in judge(profile(*times)).text
     assert judge(profile(*times), offloads=True).text.count("offload_optimizer") == 1
     gathers = profile(*times, comm=[25.0, 25.0])
@@ -197,6 +199,7 @@ OWN = {"zero_stage": 2, "zero_update": "by DeepSpeed (--zero_update)"}
     ("setting", "advice"),
     [
         ({}, "a larger --batch_size"),
+        ({"accumulation_steps": 4, "global_batch_size": 64}, "a larger --batch_size"),
         ({"accumulation_steps": 4}, "a larger --batch_size with fewer --accumulation_steps"),
         (EAGER, "--compile on, or a larger --batch_size"),
         ({**EAGER, "device": "mps"}, "a larger --batch_size"),
