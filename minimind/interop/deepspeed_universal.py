@@ -20,6 +20,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -80,6 +81,10 @@ def export_universal(weights: Weights, out: NewFolder) -> tuple[str, str | None]
         parts += found
     trained = {part.name: part.shape for part in parts}
     tag, run = f"global_step{step}_universal", _Settings(contents, kinds)
+    # The Trainer warns if its own rows of a micro-batch differ; its saves require the callbacks.
+    rows = contents.manifest.get("micro_batch_rows") or run.rows or 1
+    trainer = {"global_step": step, "train_batch_size": rows}
+    trainer |= {"stateful_callbacks": {"TrainerControl": {}}}
     count = {} if updates is None else {"step": torch.tensor(float(updates))}
     files = {
         "mp_rank_00_model_states.pt": (state := run.model_state(trained)),
@@ -91,7 +96,7 @@ def export_universal(weights: Weights, out: NewFolder) -> tuple[str, str | None]
     texts |= {
         "latest_universal": tag.encode(),
         "scheduler.pt": bytes(_saved(state["lr_scheduler"])),
-        "trainer_state.json": json.dumps(run.trainer_state()).encode(),
+        "trainer_state.json": json.dumps(trainer).encode(),
     }
     with new_folder(out, parts, texts) as draft:
         for place, part in zip(places, parts, strict=True):
@@ -102,11 +107,12 @@ def export_universal(weights: Weights, out: NewFolder) -> tuple[str, str | None]
     model = json.loads(texts[CONFIG])["architectures"][0]
     moments = " and ".join(kinds[1:]) or "no moments"
     stages = "1, 2 and 3" if kinds[1:] == [*ADAM] else "1 and 2"
+    code = "; trust_remote_code=True builds it" if form is FORMATS[OURS] else ""
     lines = [
         f"{out.path}: step {step} of {path}: {sum(map(math.prod, trained.values())):,} weights with"
         f" {moments} in float32, {size}",
-        f"names of {model}; DeepSpeed {TESTED} loads it at ZeRO stages {stages}, on any number of"
-        " processes",
+        f"names of {model}{code}; DeepSpeed {TESTED} loads it at ZeRO stages {stages}, on any"
+        " number of processes",
         "",
         aligned([("not carried over", "under DeepSpeed"), *run.lost()], indent="  "),
         "",
@@ -140,28 +146,18 @@ class _Settings:
         self.contents, self.manifest, self.kinds = contents, contents.manifest, kinds
         self.counters = contents.state["counters"]
         identity = self.manifest["identity"]
-        self.lr, self.schedule = identity.get("lr", {}), identity.get("schedule", {})
+        self.lr, schedule = identity.get("lr", {}), identity.get("schedule", {})
         self.dtype = identity.get("dtype", {}).get("dtype")
         self.rows = identity.get("batch", {}).get("rows_per_step")
-        self.name = self.lr.get("optimizer")
-
-    def rate(self) -> float | None:
-        """The rate of the next update; None if it is not by a schedule of ours."""
-        values, peak = dict(self.schedule), self.lr.get("learning_rate")
-        if not isinstance(values.get("shape"), str) or "total_steps" not in values or peak is None:
-            return None
-        values["min_ratio"] = values.pop("min_lr_ratio")
-        values.pop("stages", None)
-        return Schedule(peak=peak, **values).lr_at(self.manifest["step"])
-
-    def group(self) -> dict[str, Any]:
-        """Settings of a group, without its weights and their decay."""
-        params = self.lr.get("optimizer_params") or {}
-        values = {"lr": self.rate(), "initial_lr": self.lr.get("learning_rate")}
-        values |= {name: params.get(name) for name in SETTINGS}
-        if ADAM[0] in self.kinds and self.lr.get("betas"):
-            values["betas"] = tuple(self.lr["betas"])
-        return {name: value for name, value in values.items() if value is not None}
+        self.rate, peak = None, self.lr.get("learning_rate")  # of the next update, if it is known
+        if (
+            isinstance(schedule.get("shape"), str)
+            and "total_steps" in schedule
+            and peak is not None
+        ):
+            values = schedule | {"min_ratio": schedule["min_lr_ratio"], "peak": peak}
+            known = {one.name: values[one.name] for one in fields(Schedule) if one.name in values}
+            self.rate = Schedule(**known).lr_at(self.manifest["step"])
 
     def optimizer_state(self, count: Mapping[str, Any]) -> dict[str, Any]:
         """zero/optimizer_state.pt.
@@ -170,9 +166,13 @@ class _Settings:
         optimizer. Stage 3 reads the first of `optimizer_state_dict` into all groups, so that it
         has no decay.
         """
-        decay = self.lr.get("weight_decay")
+        params, betas = self.lr.get("optimizer_params") or {}, self.lr.get("betas")
+        values = {"lr": self.rate, "initial_lr": self.lr.get("learning_rate")}
+        values |= {name: params.get(name) for name in SETTINGS}
+        values["betas"] = tuple(betas) if betas and ADAM[0] in self.kinds else None
+        group = {name: value for name, value in values.items() if value is not None}
+        decay, clip = self.lr.get("weight_decay"), self.lr.get("grad_clip")
         decays = [{} if decay is None else {"weight_decay": one} for one in (decay, 0.0)]
-        group, clip = self.group(), self.lr.get("grad_clip")
         return {
             "ds_version": TESTED,
             **({} if clip is None else {"clip_grad": clip}),
@@ -212,17 +212,13 @@ class _Settings:
             "ds_version": TESTED,
         }
 
-    def trainer_state(self) -> dict[str, Any]:
-        """trainer_state.json; the Trainer warns if its own rows of a micro-batch differ."""
-        rows = self.manifest.get("micro_batch_rows") or self.rows or 1
-        control = {"stateful_callbacks": {"TrainerControl": {}}}  # its saves require it
-        return {"global_step": self.manifest["step"], "train_batch_size": rows, **control}
-
     def json(self) -> dict[str, Any]:
         """What the DeepSpeed JSON must say, as far as the checkpoint knows."""
         found: dict[str, Any] = {"checkpoint": {"load_universal": True}}
         if self.lr.get("grad_clip") is not None:
             found["gradient_clipping"] = self.lr["grad_clip"]
+        if MOMENTUM in self.kinds:  # of torch's SGD
+            found["zero_allow_untested_optimizer"] = True
         if block := BLOCKS.get(self.dtype or ""):
             found[block] = {"enabled": True}
             if scale := self.counters["loss_scaler"].get("cur_scale"):
@@ -233,14 +229,15 @@ class _Settings:
 
     def lost(self) -> Iterator[tuple[str, str]]:
         """What a checkpoint of ours has, or says, and a run under DeepSpeed has from elsewhere."""
-        step, rate, decay = self.manifest["step"], self.rate(), self.lr.get("weight_decay")
+        step, decay = self.manifest["step"], self.lr.get("weight_decay")
         yield "order of the data", "the data loader of the new run"
         yield "random state", "the seed of the new run"
         if self.rows:
             yield "rows per step", f"train_batch_size; {self.rows} until now"
-        now = f"{rate:g} in the next step, then " if rate is not None else ""
+        now = "" if self.rate is None else f"{self.rate:g} in the next step, then "
         yield "schedule", f"{now}a scheduler of the new run, set to step {step}"
-        yield "optimizer", f"one with {' and '.join(self.kinds[1:]) or 'no state'}: {self.name}"
+        state = " and ".join(self.kinds[1:]) or "no state"
+        yield "optimizer", f"one with {state}: {self.lr.get('optimizer')}"
         yield "groups", f"matrices (weight decay {decay}), then norms and biases (no decay)"
         if self.kinds[1:] == [*ADAM]:
             yield "updates of each group at stage 3", "one count for all: copy it after the load"

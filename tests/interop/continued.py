@@ -14,7 +14,7 @@ import torch
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
 from minimind.engine.compile import compute_in
-from minimind.engine.optimizers import parameter_groups
+from minimind.engine.optimizers import run_groups
 from minimind.engine.plain_backend import PlainBackend
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
@@ -58,7 +58,7 @@ class Engine(tiny.Engine):
         run = parse_flags([word for name, v in flags.items() for word in (f"--{name}", str(v))])
         self.model = MiniMindForCausalLM(config).to(getattr(torch, run.weight_dtype))
         compute_in(dtype, self.model, "cpu")
-        groups = parameter_groups(self.model, 0.1)
+        groups = run_groups(self.model, run)
         self.backend = PlainBackend(self.model, self.model, ResolvedConfig(run, "single"), groups)
 
     def losses(self, first: int, last: int) -> list[float]:

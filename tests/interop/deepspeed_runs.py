@@ -60,7 +60,10 @@ def run(source: Path, out: Path, stage: int, dtype: str, processes: int, rank: i
     config = configuration(stage, dtype, processes)
     if is_universal:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source / dtype))
-        config |= {"checkpoint": {"load_universal": True}}
+        tag = (source / dtype / "latest_universal").read_text()
+        state = torch.load(source / dtype / tag / "mp_rank_00_model_states.pt")
+        own = ("train_micro_batch_size_per_gpu", "zero_optimization")
+        config = {name: config[name] for name in own} | state["ds_config"]  # what it asks for
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     of_weights = groups(model)

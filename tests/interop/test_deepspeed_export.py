@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from minimind.checkpoint.reader import Contents, compare
 from minimind.checkpoint.retention import Rules
@@ -109,16 +110,31 @@ def test_the_export_has_what_deepspeed_reads_and_the_import_gives_the_same_bits(
 
 
 @pytest.mark.parametrize(
-    ("names", "model"), [({}, "Llama"), ({"qkv_bias": True, "qk_norm": True}, "MiniMind")]
+    ("names", "model"),
+    [
+        ({}, "Llama"),
+        ({"qkv_bias": True, "qk_norm": True}, "MiniMind"),
+        ({"use_moe": True, "n_routed_experts": 2}, "MiniMind"),
+    ],
 )
 def test_the_names_are_those_of_a_model_that_has_the_shape(
-    names: dict[str, Any], model: str, tokenizer: bytes, tmp_path: Path
+    names: dict[str, Any],
+    model: str,
+    tokenizer: bytes,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     """Rotary pairs are reordered for transformers, and stay as they are in our own code."""
     run, out = tmp_path / "run", tmp_path / "universal"
     trained(run, tokenizer, config=MiniMindConfig(**tiny.SHAPE, **names))
     assert export(run, out) == 0
     assert json.loads((out / "config.json").read_text())["architectures"] == [f"{model}ForCausalLM"]
+    is_own = model == "MiniMind"
+    assert ("trust_remote_code=True" in capsys.readouterr().out) == is_own
+    config = AutoConfig.from_pretrained(out, trust_remote_code=is_own)
+    built = AutoModelForCausalLM.from_config(config, trust_remote_code=is_own)
+    folders = (out / "global_step3_universal" / "zero").glob("*/")
+    assert {name for name, _ in built.named_parameters()} == {folder.name for folder in folders}
     name = "model.layers.1.self_attn.k_proj.weight"
     value = load(out / "global_step3_universal" / "zero" / name / "exp_avg.pt")["param"]
     moment = Contents(tiny.newest(run)).read("exp_avg", name)
@@ -139,11 +155,25 @@ def test_other_state_is_for_stages_1_and_2(
     run, out, again = tmp_path / "run", tmp_path / "universal", tmp_path / "again"
     trained(run, tokenizer, optimizer=optimizer)
     assert export(run, out) == 0
-    assert "at ZeRO stages 1 and 2," in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "at ZeRO stages 1 and 2," in said
+    assert ('"zero_allow_untested_optimizer": true' in said) == (optimizer == "sgd")
     assert main(["import", "--from", "deepspeed", str(out), "--out", str(again)]) == 0
     assert Contents(tiny.newest(again)).kinds == ["fp32", *kinds]
     lines = [*compare(tiny.newest(run), tiny.newest(again))]
     assert not [line for line in lines if line.startswith(("fp32", *kinds))], lines
+
+
+def test_what_is_not_carried_over_is_told(
+    tokenizer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Also of a run that ends early by --patience, whose schedule has more values."""
+    ends = SCHEDULE | {"patience": 3, "min_delta": 0.0, "keep_best_by": "loss"}
+    trained(tmp_path / "run", tokenizer, lr=LR | {"mup_base_dim": 8}, schedule=ends)
+    assert export(tmp_path / "run", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "(muP)" in said
+    assert "0.01 in the next step" in said
 
 
 def test_what_cannot_be_such_a_checkpoint_is_refused(tokenizer: bytes, tmp_path: Path):
@@ -154,6 +184,10 @@ def test_what_cannot_be_such_a_checkpoint_is_refused(tokenizer: bytes, tmp_path:
     assert export(run, out, "--force") == 2
     assert main(["export", str(run), "--format", "llama", "--out", str(tmp_path / "llama")]) == 0
     assert export(tmp_path / "llama", out) == 2
+    trained(tmp_path / "muon", tokenizer, optimizer="muon")
+    assert export(tmp_path / "muon", out) == 2
+    (tmp_path / "none" / "checkpoints").mkdir(parents=True)
+    assert export(tmp_path / "none", out) == 4
     assert not out.exists()
     assert export(run, out) == 0
     assert export(run, out) == 2
