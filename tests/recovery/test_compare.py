@@ -83,9 +83,12 @@ def test_a_planted_fault_is_named_by_kind_and_place(name: str, here: Callable[[s
     require_named(name, compare(here(FAULTS[name][0]), here(name)))
 
 
-@pytest.mark.parametrize("name", ["micro-batches", "attention"])
-def test_equal_runs_do_not_part(name: str, here: Callable[[str], Side]):
-    result = compare(here("plain"), here(name))
+@pytest.mark.parametrize(
+    ("sound", "name"),
+    [("plain", "micro-batches"), ("plain", "attention"), ("experts", "experts-micro-batches")],
+)
+def test_equal_runs_do_not_part(sound: str, name: str, here: Callable[[str], Side]):
+    result = compare(here(sound), here(name))
     assert result.step is None, described(result)
     assert result.recorded == STEPS
     assert result.first is not None  # another order of sums
