@@ -20,6 +20,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -150,9 +151,11 @@ class _Settings:
         values, peak = dict(self.schedule), self.lr.get("learning_rate")
         if not isinstance(values.get("shape"), str) or "total_steps" not in values or peak is None:
             return None
-        values["min_ratio"] = values.pop("min_lr_ratio")
-        values.pop("stages", None)
-        return Schedule(peak=peak, **values).lr_at(self.manifest["step"])
+        if (self.manifest.get("patience") or {}).get("ran_out") is not None:  # it decays already
+            return None
+        values["min_ratio"] = values["min_lr_ratio"]
+        known = {one.name: values[one.name] for one in fields(Schedule) if one.name in values}
+        return Schedule(peak=peak, **known).lr_at(self.manifest["step"])
 
     def group(self) -> dict[str, Any]:
         """Settings of a group, without its weights and their decay."""

@@ -71,6 +71,7 @@ def test_the_export_has_what_deepspeed_reads_and_the_import_gives_the_same_bits(
     tokenizer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     schedule = SCHEDULE | {"shape": "linear", "total_steps": 5, "min_lr_ratio": 0.0}
+    schedule |= {"patience": 3, "min_delta": 0.0, "keep_best_by": "val_loss"}
     trained(tmp_path / "run", tokenizer, "bfloat16", schedule=schedule)
     out, again = tmp_path / "universal", tmp_path / "again"
     assert export(tmp_path / "run", out) == 0
