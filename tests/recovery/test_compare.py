@@ -211,3 +211,13 @@ def test_a_difference_may_grow_as_rounding_does():
     with pytest.raises(UsageError):
         compare(even, Side("another"))
     assert torch.finfo(torch.float32).eps == 2**-23
+
+
+def test_adam_may_move_a_weight_whose_gradient_is_rounding():
+    def side(weight: float, rate: float) -> Side:
+        numbers = {"fp32": {"model.norm": [1.0, weight, 0.0]}}
+        return Side("one", dtype="float32", steps={1: {"lr": rate, "numbers": numbers}})
+
+    assert compare(side(0.5, 6e-3), side(0.5 + 5e-6, 6e-3)).step is None
+    assert compare(side(0.5, 6e-3), side(0.5 + 2e-4, 6e-3)).step == 1
+    assert compare(side(0.5, 6e-6), side(0.5 + 5e-6, 6e-6)).step == 1
