@@ -150,11 +150,9 @@ class _Settings:
         self.dtype = identity.get("dtype", {}).get("dtype")
         self.rows = identity.get("batch", {}).get("rows_per_step")
         self.rate, peak = None, self.lr.get("learning_rate")  # of the next update, if it is known
-        if (
-            isinstance(schedule.get("shape"), str)
-            and "total_steps" in schedule
-            and peak is not None
-        ):
+        is_ours = isinstance(schedule.get("shape"), str) and "total_steps" in schedule
+        decays = (self.manifest.get("patience") or {}).get("ran_out") is not None
+        if is_ours and peak is not None and not decays:
             values = schedule | {"min_ratio": schedule["min_lr_ratio"], "peak": peak}
             known = {one.name: values[one.name] for one in fields(Schedule) if one.name in values}
             self.rate = Schedule(**known).lr_at(self.manifest["step"])

@@ -25,6 +25,8 @@ EXACT, EXACT_KINDS = 1e-9, ("rows", "lr")  # what no rounding changes: token ids
 # Rounding: two orders of the same sums differ by less than so many eps, relative to the norm. The
 # table of tests/recovery/compared.py has what is named by it, and what is not.
 ROUNDING = 16.0
+COMPUTED = ("rows", "lr", "activation", "loss", "gradient", "grad_norm", "fp32", "ema")
+WEIGHT = 0.02  # root mean square of new weights
 GROWTH = 10.0  # how much more than so far a difference may be at the next step that is compared
 CLIPPED = 1e-4  # relative; DeepSpeed and torch add 1e-6 to the norm that they divide by
 LAYOUT = ("world_size", "tensor_parallel", "sequence_parallel", "zero_stage", "backend")
@@ -221,7 +223,8 @@ def compare(a: Side, b: Side) -> Comparison:
         taken = [Taken.of(side, step) for side in (a, b)]
         is_known = all(one.is_right and one.norm and one.before < math.inf for one in taken)
         fields = [one.unclipped() if is_known else one.fields for one in taken]
-        numbers = [_judged(number, result) for number in numbers_of(*fields)]
+        rate = max((abs(number(one.get("lr"), 0.0)) for one in fields), default=0.0)
+        numbers = [_judged(one, result, rate) for one in numbers_of(*fields)]
         if not numbers:
             continue
         result.steps.append(step)
@@ -247,12 +250,19 @@ def compare(a: Side, b: Side) -> Comparison:
     return result
 
 
-def _judged(one: Number, result: Comparison) -> Number:
-    """The number with the limit of rounding, which grows from step to step by way of weights."""
+def _judged(one: Number, result: Comparison, rate: float) -> Number:
+    """The number with the limit of rounding, which grows from step to step by way of weights.
+
+    Adam divides a gradient by its size, so that the rounding of a small one moves its weight by up
+    to the `rate`. Such gradients are rare: of the norm it is the root of eps.
+    """
     if one.kind in EXACT_KINDS:
         return replace(one, limit=EXACT)
-    so_far = max(result.sizes.get(kind, 0.0) for kind in (one.kind, "fp32"))
-    return replace(one, limit=max(ROUNDING * result.eps, GROWTH * so_far))
+    # A moment holds the gradients of all steps.
+    kinds = (one.kind, "fp32") + (("gradient",) if one.kind not in COMPUTED else ())
+    so_far = max(result.sizes.get(kind, 0.0) for kind in kinds)
+    of_update = rate / WEIGHT * result.eps**0.5 if one.kind in ("fp32", "ema") else 0.0
+    return replace(one, limit=max(ROUNDING * result.eps, of_update, GROWTH * so_far))
 
 
 @dataclass(frozen=True)

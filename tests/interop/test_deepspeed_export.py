@@ -72,6 +72,7 @@ def test_the_export_has_what_deepspeed_reads_and_the_import_gives_the_same_bits(
     tokenizer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     schedule = SCHEDULE | {"shape": "linear", "total_steps": 5, "min_lr_ratio": 0.0}
+    schedule |= {"patience": 3, "min_delta": 0.0, "keep_best_by": "val_loss"}
     trained(tmp_path / "run", tokenizer, "bfloat16", schedule=schedule)
     out, again = tmp_path / "universal", tmp_path / "again"
     assert export(tmp_path / "run", out) == 0
@@ -165,15 +166,20 @@ def test_other_state_is_for_stages_1_and_2(
 
 
 def test_what_is_not_carried_over_is_told(
-    tokenizer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tokenizer: bytes,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """Also of a run that ends early by --patience, whose schedule has more values."""
-    ends = SCHEDULE | {"patience": 3, "min_delta": 0.0, "keep_best_by": "loss"}
-    trained(tmp_path / "run", tokenizer, lr=LR | {"mup_base_dim": 8}, schedule=ends)
-    assert export(tmp_path / "run", tmp_path / "out") == 0
-    said = capsys.readouterr().out
-    assert "(muP)" in said
-    assert "0.01 in the next step" in said
+    """The rate of a run that --patience ends is not that of its schedule."""
+    for ran_out in (None, 2):
+        run, out = tmp_path / f"run {ran_out}", tmp_path / f"out {ran_out}"
+        monkeypatch.setitem(tiny.FACTS, "patience", {"ran_out": ran_out})
+        trained(run, tokenizer, lr=LR | {"mup_base_dim": 8})
+        assert export(run, out) == 0
+        said = capsys.readouterr().out
+        assert "(muP)" in said
+        assert ("0.01 in the next step" in said) == (ran_out is None)
 
 
 def test_what_cannot_be_such_a_checkpoint_is_refused(tokenizer: bytes, tmp_path: Path):

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 
 from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
+from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
+from minimind.model.configuration import MiniMindConfig
 from minimind.recovery.fingerprints import Fingerprints
 from minimind.runtime.durable_files import Metrics
 from tools.engines import ORDER, Case, build, load, save, text
@@ -130,6 +132,14 @@ def sees_the_next(forward: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+class Recomputed(MiniMindForCausalLM):
+    """Computes every block again in the backward pass."""
+
+    def __init__(self, config: MiniMindConfig) -> None:
+        super().__init__(config)
+        enable_checkpointing(self)
+
+
 def in_bfloat16(forward: Callable[..., Any]) -> Callable[..., Any]:
     def changed(*given: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
@@ -178,6 +188,32 @@ def leaves_out_the_last(engine: Engine, stack: ExitStack) -> None:
     engine.model.loss_of = changed
 
 
+def shifts_a_target(engine: Engine, stack: ExitStack) -> None:
+    loss_of = engine.model.loss_of
+
+    def changed(x: torch.Tensor, targets: torch.Tensor, *others: Any) -> Any:
+        return loss_of(x, torch.cat([targets[:1].roll(-1, 1), targets[1:]]), *others)
+
+    engine.model.loss_of = changed
+
+
+def halves_gradients(engine: Engine, stack: ExitStack) -> None:
+    for p in part(engine, "layers.0").parameters():
+        p.register_hook(lambda gradient: gradient / 2)
+
+
+def frozen_norm(engine: Engine, stack: ExitStack) -> None:
+    weight = part(engine, "norm").weight
+    old = weight.detach().clone()
+    engine.backend.optimizer.register_step_post_hook(lambda *_: weight.data.copy_(old))
+
+
+def forgets_one(engine: Engine, step: int) -> None:
+    if step == RESUMED:
+        weight = part(engine, "layers.1.mlp.up_proj").weight
+        engine.backend.optimizer.state[weight]["exp_avg"].zero_()
+
+
 def forgets(engine: Engine, step: int) -> None:
     if step == RESUMED:
         for state in engine.backend.optimizer.state.values():
@@ -200,6 +236,15 @@ SOUND: dict[str, Trial] = {
     "plain-bf16": Trial(Case(None, BF16)),
     "micro-batches": Trial(Case(None, FP32, 4)),
     "micro-batches-bf16": Trial(Case(None, BF16, 4)),
+    **{
+        f"{name}{suffix}": Trial(Case(None, FP32, count, flags=flags, shape=shape))
+        for suffix, count in (("", 2), ("-micro-batches", 4))
+        for name, flags, shape in (
+            ("lion", "--optimizer lion", {}),
+            ("experts", "", {"use_moe": True}),
+        )
+    },
+    "checkpointing": Trial(Case(None, FP32, model=Recomputed)),
     "attention": Trial(Case(None, FP32, shape={"use_flash_attn": False})),
     "chunked": Trial(Case(None, FP32, flags="--loss chunked")),
     **{f"zero{stage}": Trial(Case(stage, FP32)) for stage in range(4)},
@@ -266,6 +311,15 @@ FAULTS: dict[str, tuple[str, int, Trial, int, str, str]] = {
         *(1, "activation", "model.embed_tokens"),
     ),
     "target-left-out": ("plain", 1, Trial(plant=leaves_out_the_last), 1, "loss", "loss"),
+    "target-shifted": ("plain", 1, Trial(plant=shifts_a_target), 1, "loss", "loss"),
+    "gradients-halved": (
+        *("clipped", 1, Trial(CLIPPED, halves_gradients)),
+        *(1, "gradient", "by a factor of 0.5, of model.layers.0.mlp"),
+    ),
+    "norm-frozen": ("plain", 1, Trial(plant=frozen_norm), 1, "fp32", "weights of model.norm"),
+    "moment-of-one-lost": (
+        *("plain", 1, Trial(every_step=forgets_one), RESUMED + 1, "exp_avg", "model.layers.1.mlp"),
+    ),
     "detached-value": (
         *("plain", 1, Trial(plant=hooked("layers.0.self_attn.v_proj", lambda v: v.detach()))),
         *(1, "gradient", "model.layers.0.self_attn"),
@@ -295,6 +349,8 @@ EQUAL: list[tuple[str, int, str, int]] = [
     ("plain", 1, "plain", 2),
     ("plain", 1, "micro-batches", 1),
     ("plain", 2, "micro-batches", 1),
+    *((name, 1, f"{name}-micro-batches", 1) for name in ("lion", "experts")),
+    ("plain", 1, "checkpointing", 1),
     ("plain", 1, "attention", 1),
     ("plain", 1, "chunked", 1),
     ("zero2", 2, "zero2-resumed", 2),

@@ -83,9 +83,12 @@ def test_a_planted_fault_is_named_by_kind_and_place(name: str, here: Callable[[s
     require_named(name, compare(here(FAULTS[name][0]), here(name)))
 
 
-@pytest.mark.parametrize("name", ["micro-batches", "attention"])
-def test_equal_runs_do_not_part(name: str, here: Callable[[str], Side]):
-    result = compare(here("plain"), here(name))
+@pytest.mark.parametrize(
+    ("sound", "name"),
+    [("plain", "micro-batches"), ("plain", "attention"), ("experts", "experts-micro-batches")],
+)
+def test_equal_runs_do_not_part(sound: str, name: str, here: Callable[[str], Side]):
+    result = compare(here(sound), here(name))
     assert result.step is None, described(result)
     assert result.recorded == STEPS
     assert result.first is not None  # another order of sums
@@ -208,3 +211,13 @@ def test_a_difference_may_grow_as_rounding_does():
     with pytest.raises(UsageError):
         compare(even, Side("another"))
     assert torch.finfo(torch.float32).eps == 2**-23
+
+
+def test_adam_may_move_a_weight_whose_gradient_is_rounding():
+    def side(weight: float, rate: float) -> Side:
+        numbers = {"fp32": {"model.norm": [1.0, weight, 0.0]}}
+        return Side("one", dtype="float32", steps={1: {"lr": rate, "numbers": numbers}})
+
+    assert compare(side(0.5, 6e-3), side(0.5 + 5e-6, 6e-3)).step is None
+    assert compare(side(0.5, 6e-3), side(0.5 + 2e-4, 6e-3)).step == 1
+    assert compare(side(0.5, 6e-6), side(0.5 + 5e-6, 6e-6)).step == 1
