@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +218,11 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
         choices = [choice for choice in choices if choice.accumulation == layout.accumulation_steps]
         choices = [one for one in choices if not most or one.processes == layout.world_size]
     if not choices:
+        any_number = f" (with --global_batch_size {layout.paddable_rows} any number can go on)"
         raise PeerError(
             f"fewer processes need more micro-batches each, and {layout.fixed_by} fixes"
             f' gradient_accumulation_steps = {layout.accumulation_steps}; write "auto" there, and'
-            f" {AGAIN} (with --global_batch_size any number of processes divides the batch)"
+            f" {AGAIN}{any_number * bool(layout.paddable_rows)}"
         )
     return max(choices, key=lambda choice: (choice.processes, len(choice.hosts)))
 
@@ -245,13 +246,16 @@ def back_off(restart: int, first: int) -> int:
     return min(first * 2 ** min(restart - 1, 9), LONGEST_WAIT)
 
 
-def variables(launched: Launched, choice: Choice, me: Host) -> dict[str, Any]:
+def variables(
+    launched: Launched, choice: Choice, me: Host, paddable_rows: int = 0
+) -> dict[str, Any]:
     """Return the environment of the next launch on this host; raise PeerError if it is left out."""
     if me not in choice.hosts:
+        any_number = f" (with --global_batch_size {paddable_rows} any number can go on)"
         raise PeerError(
             f"host {me.rank} is left out of the restart: {len(choice.hosts)} hosts with"
             f" {choice.each} processes each can divide the batch, and more cannot; {AGAIN} on them"
-            " once that run has ended (with --global_batch_size any number divides it)"
+            f" once that run has ended{any_number * bool(paddable_rows)}"
         )
     variables: dict[str, Any] = {}
     if choice.processes != launched.processes:
@@ -335,7 +339,8 @@ def _prepare(
         _say(f"{lost}; waiting for the other hosts, up to {SETTLE * first} s for each")
     hosts = meeting.agree(SETTLE * first) if meeting else [me]
     choice = choose(layout, hosts, launched.processes)
-    found, flags, changes = variables(launched, choice, me), {}, []
+    paddable = layout.paddable_rows if layout else 0
+    found, flags, changes = variables(launched, choice, me, paddable), {}, []
     if layout:
         saved = published_checkpoints(Path(layout.out_dir) / "checkpoints")
         flags = added_flags(layout, choice, has_checkpoint=bool(saved))
@@ -343,6 +348,11 @@ def _prepare(
         if layout.split_unit and choice.processes != layout.world_size:
             times = layout.world_size / choice.processes
             changes.append(f", with {times:.3g} times the rows in a micro-batch")
+        if rows := layout.paddable_rows:
+            padded = choose(replace(layout, global_batch_size=rows), hosts, launched.processes)
+            if padded.processes > choice.processes:
+                more = f"{padded.processes} could go on with --global_batch_size {rows}"
+                changes.append(f"; {more}")
     wait = back_off(number, first)
     _say(
         f"{lost}; restart {number} of {most} in {wait} s on {choice.processes} of"

@@ -147,6 +147,12 @@ class Setting:
         """Whether DeepSpeed's own path updates because --zero_update asks for it."""
         return self.zero_stage != 3 and self.zero_update == "by DeepSpeed (--zero_update)"
 
+    @property
+    def larger_micro_batches(self) -> str:
+        """What gives a micro-batch more rows."""
+        is_whole = self.global_batch_size and self.accumulation_steps == 1  # a process's share
+        return "a larger --batch_size" + " and --global_batch_size" * bool(is_whole)
+
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Setting:
         """The setting in flags, facts of run_start and DeepSpeed keys, as values or as text."""
@@ -316,8 +322,8 @@ def _communication(times: Times, setting: Setting) -> Iterator[Finding]:
         saved = comm * (1 - 1 / micro_batches)
         advice = f"stage 1, if it fits: it reduces gradients once a step, not {micro_batches} times"
     else:
-        advice = "a larger --batch_size" + ", or more --accumulation_steps" * (stage < 2)
-        if setting.global_batch_size:
+        advice = setting.larger_micro_batches + ", or more --accumulation_steps" * (stage < 2)
+        if setting.global_batch_size and stage < 2:
             advice = "a larger --global_batch_size"
         if stage in (1, 2) and micro_batches == 1 and is_possible:
             advice += ", or stage 0 if the model fits"
@@ -349,7 +355,7 @@ def _host(times: Times, setting: Setting) -> Iterator[Finding]:
     host, step = times.usual("host"), times.step
     if setting.offloads or not _is_large(host, step, HOST):
         return  # what is moved to the host is waited for
-    ways = ["a larger --batch_size"]
+    ways = [setting.larger_micro_batches]
     if setting.accumulation_steps > 1 and not setting.global_batch_size:
         ways = ["a larger --batch_size with fewer --accumulation_steps"]
     if setting.zero_stage == 3:

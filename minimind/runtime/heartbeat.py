@@ -129,6 +129,7 @@ class Layout:
     group_size: int = 1  # workers that read the same rows
     split_unit: int = 0  # divides the batches of stages, which count over all workers; 0: none
     global_batch_size: int = 0  # rows of a step on any number of workers; 0: no flag says so
+    paddable_rows: int = 0  # rows of a step that could have that flag; 0: it is given or refused
 
 
 def record_layout(rank: int, layout: Layout) -> None:

@@ -197,8 +197,10 @@ def remedy(
     recompute = "" if run.gradient_checkpointing else ", or give --gradient_checkpointing"
     if run.hugging_face is not None or run.tensor_parallel > 1:
         why = " (`minimind plan` does not count models of transformers)" if run.hugging_face else ""
-        double = " and double --accumulation_steps" * (run.global_batch_size is None)
-        return f"halve --batch_size{double}, which leaves the step as it is{recompute}{why}"
+        change = "halve --batch_size and double --accumulation_steps"
+        if run.global_batch_size is not None:  # --batch_size may be far above the micro-batch
+            change = f"give --batch_size {max(1, run.micro_batch_rows(world_size) // 2)}"
+        return f"{change}, which leaves the step as it is{recompute}{why}"
     from minimind.architecture import costs
     from minimind.architecture.plan import (
         GIB,

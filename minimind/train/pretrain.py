@@ -21,6 +21,7 @@ from minimind.checkpoint.run_folder import (
 )
 from minimind.checkpoint.saver import Saver, sidecar_files
 from minimind.config.deepspeed.backend_choice import advice
+from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import Launch, planned_launch, read_launch
 from minimind.config.origin import Rank
 from minimind.config.run_config import RunConfig
@@ -194,6 +195,7 @@ def record_for_restart(plan: Plan, engine: Engine) -> None:
 
         own = [stage.batch_size for stage in read_stages(run.stages).stages]
         split_unit = gcd(*(rows or run.batch_size for rows in own)) if any(own) else 0
+    has_other = run.global_batch_size or any(map(run.meets, FLAGS["global_batch_size"].excludes))
     record_layout(
         engine.rank,
         Layout(
@@ -209,6 +211,7 @@ def record_for_restart(plan: Plan, engine: Engine) -> None:
             fixed_by=fixed_by,
             split_unit=split_unit,
             global_batch_size=run.global_batch_size or 0,
+            paddable_rows=0 if has_other else run.rows_per_step(engine.world_size),
         ),
     )
 

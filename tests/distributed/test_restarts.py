@@ -22,6 +22,7 @@ import pytest
 
 from minimind.config.deepspeed.resolve import resolve
 from minimind.config.launcher_env import Launch
+from minimind.config.origin import DEFAULT
 from minimind.config.parse import parse_flags
 from minimind.errors import PeerError, Stopped
 from minimind.launch import restart
@@ -150,6 +151,53 @@ def test_any_number_of_processes_divides_a_global_batch(left, ranks, each):
     fixed = replace(layout, world_size=9, fixed_by="ds.json")
     with pytest.raises(PeerError, match=r"ds\.json fixes gradient_accumulation_steps"):
         choose(fixed, hosts_of(*left[:1]), 10)
+
+
+@pytest.mark.parametrize(
+    ("layout", "left", "words"),
+    [
+        (replace(LAYOUT, paddable_rows=16), 3, "; 3 could go on with --global_batch_size 16"),
+        (replace(LAYOUT, paddable_rows=16), 2, ""),  # none is idle
+        (LAYOUT, 3, ""),  # the flag is refused, as with experts
+        (replace(LAYOUT, global_batch_size=16), 3, ""),
+    ],
+)
+def test_a_restart_that_leaves_processes_idle_names_the_flag_that_takes_them(
+    layout: Layout,
+    left: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    for name, value in {"MAX_RESTARTS": "1", "RESTART_WAIT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    launched = Launched(4, 1, 0, "", 0)
+    layout = replace(layout, out_dir=str(tmp_path))
+    restart._prepare(1, launched, layout, hosts_of(left)[0], None, "rank 3 was lost (status 7)")
+    printed = capsys.readouterr().err
+    assert printed.endswith(f"{words}\n")
+    assert ("--global_batch_size" in printed) is bool(words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [("", 32), ("--use_moe", 0), ("--split_batches", 0), ("--global_batch_size 9", 0)],
+)
+def test_a_worker_records_the_rows_that_padding_could_fill(
+    flags: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = parse_flags(["--batch_size", "8", *flags.split()])
+    run = run if "global" in flags else run.with_values(DEFAULT, accumulation_steps=2)
+    resolved: Any = SimpleNamespace(sources={}, path="ds.json")
+    engine: Any = SimpleNamespace(
+        rank=0, world_size=2, resolved=resolved, from_rank_0=lambda value: value
+    )
+    monkeypatch.setenv("MINIMIND_STATUS_FILE", str(tmp_path / "status"))
+    record_for_restart(cast(Any, SimpleNamespace(run=run)), engine)
+    layout = read_layout(tmp_path)
+    assert layout
+    assert layout.paddable_rows == rows
 
 
 def test_without_a_step_only_the_same_processes_go_on():

@@ -180,6 +180,18 @@ def test_the_advice_where_it_should_fit_and_where_nothing_does():
     assert "ZeRO-1 with --batch_size 1 --accumulation_steps 1 fits" in sharded
 
 
+def test_the_advice_with_a_global_batch_makes_the_micro_batch_smaller():
+    """Also where --batch_size is far above the 11 rows that a process takes at once."""
+    flags = "--global_batch_size 32 --batch_size 32"
+    whole = advice(f"{flags} --deepspeed_config none", 4, world_size=3)
+    divided = advice(f"{flags} --tensor_parallel 2", 4, world_size=6)
+    for output in (whole, divided):
+        assert "accumulation" not in output
+        (rows,) = map(int, re.findall(r"--batch_size (\d+)", output))
+        run = parse_flags([*flags.split()[:2], "--batch_size", str(rows)])
+        assert run.micro_batch_rows(3) < 11, output
+
+
 def test_a_gpu_run_without_host_memory_is_reported_so(monkeypatch: pytest.MonkeyPatch):
     launch = SimpleNamespace(world_size=1, local_world_size=1)
     setup: Any = SimpleNamespace(device="cuda", launch=launch)
