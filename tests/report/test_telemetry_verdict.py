@@ -149,8 +149,11 @@ def test_without_communication_times_stage_3_names_no_slow_rank():
         ({"zero_stage": 1, "offloads": True}, "or more --accumulation_steps", "stage 0"),
         ({"zero_stage": 1}, "--batch_size, or more --accumulation_steps, or stage 0", "stage 1"),
         ({"zero_stage": 1, "global_batch_size": 8}, "--global_batch_size", "--accumulation"),
-        ({"zero_stage": 2, "global_batch_size": 8}, "larger --batch_size and --global_batch_size",
-         "--accumulation"),
+        (
+            {"zero_stage": 2, "global_batch_size": 8},
+            "larger --batch_size and --global_batch_size",
+            "--accumulation",
+        ),
         ({"zero_stage": 1, "accumulation_steps": 8}, "or more --accumulation_steps", "stage"),
         ({"zero_stage": 0, "accumulation_steps": 8}, "or more --accumulation_steps", "stage"),
         ({"zero_stage": 3}, "a larger --batch_size", "stage"),
