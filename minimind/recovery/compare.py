@@ -224,7 +224,10 @@ def compare(a: Side, b: Side) -> Comparison:
         is_known = all(one.is_right and one.norm and one.before < math.inf for one in taken)
         fields = [one.unclipped() if is_known else one.fields for one in taken]
         rate = max((abs(number(one.get("lr"), 0.0)) for one in fields), default=0.0)
-        numbers = [_judged(one, result, rate) for one in numbers_of(*fields)]
+        numbers = [*numbers_of(*fields)]
+        # Clipping divides by a norm that is rounded, and the moments hold what it leaves.
+        of_norm = max((one.size for one in numbers if one.kind == "grad_norm"), default=0.0)
+        numbers = [_judged(one, result, rate, of_norm) for one in numbers]
         if not numbers:
             continue
         result.steps.append(step)
@@ -250,17 +253,20 @@ def compare(a: Side, b: Side) -> Comparison:
     return result
 
 
-def _judged(one: Number, result: Comparison, rate: float) -> Number:
+def _judged(one: Number, result: Comparison, rate: float, of_norm: float) -> Number:
     """The number with the limit of rounding, which grows from step to step by way of weights.
 
     Adam divides a gradient by its size, so that the rounding of a small one moves its weight by up
-    to the `rate`. Such gradients are rare: of the norm it is the root of eps.
+    to the `rate`. Such gradients are rare: of the norm it is the root of eps. `of_norm` is the
+    difference of the step's gradient norms.
     """
     if one.kind in EXACT_KINDS:
         return replace(one, limit=EXACT)
     # A moment holds the gradients of all steps.
     kinds = (one.kind, "fp32") + (("gradient",) if one.kind not in COMPUTED else ())
     so_far = max(result.sizes.get(kind, 0.0) for kind in kinds)
+    if one.kind not in COMPUTED and of_norm <= ROUNDING * result.eps:
+        so_far = max(so_far, of_norm)
     of_update = rate / WEIGHT * result.eps**0.5 if one.kind in ("fp32", "ema") else 0.0
     return replace(one, limit=max(ROUNDING * result.eps, of_update, GROWTH * so_far))
 
@@ -293,7 +299,7 @@ class Taken:
 
     def unclipped(self) -> dict[str, Any]:
         """The fields with the gradients before clipping."""
-        scale, numbers = self.before / self.norm, self.fields["numbers"]
+        scale, numbers = self.before / self.right, self.fields["numbers"]
         scaled = {
             place: [value * scale for value in values]
             for place, values in numbers["gradient"].items()

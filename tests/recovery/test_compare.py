@@ -221,3 +221,21 @@ def test_adam_may_move_a_weight_whose_gradient_is_rounding():
     assert compare(side(0.5, 6e-3), side(0.5 + 5e-6, 6e-3)).step is None
     assert compare(side(0.5, 6e-3), side(0.5 + 2e-4, 6e-3)).step == 1
     assert compare(side(0.5, 6e-6), side(0.5 + 5e-6, 6e-6)).step == 1
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_rounding_of_the_norm_is_no_fault_of_gradients_and_moments(clip: float):
+    """torch rounds the norm of a CPU by ten eps, and a clipped gradient is divided by it."""
+
+    def side(norm: float) -> Side:
+        by = clip / norm if clip else 1.0
+        numbers = {
+            "gradient": {"model.norm": [1.4 * by, 0.1 * by, 3.5 * by]},
+            "exp_avg": {"model.norm": [0.14 * by, 0.01 * by, 0.35 * by]},
+        }
+        fields = {"grad_norm": norm, "lr": 1e-3, "numbers": numbers}
+        return Side("one", {"lr": {"grad_clip": clip}}, dtype="float32", steps={1: fields})
+
+    assert compare(side(1.4), side(1.4 * (1 + 1.2e-6))).step is None
+    parted = compare(side(1.4), side(1.4 * (1 + 3e-6)))
+    assert (parted.step, parted.found[0].kind) == (1, "grad_norm")
