@@ -20,7 +20,7 @@ def documents(data: Path) -> list[np.ndarray]:
     """Training documents, each with the end-of-document token before and after it."""
     tokens, eos = all_tokens(data)
     ends = np.flatnonzero(tokens == eos)
-    starts = np.concatenate([[0], ends[:-1] + 1])
+    starts = np.concatenate([[0], np.add(ends[:-1], 1)])
     return [
         np.concatenate([[eos], tokens[start : end + 1]])
         for start, end in zip(starts, ends, strict=True)
