@@ -51,6 +51,7 @@ class Optimizer:
     name: str  # in checkpoints and messages
     path: str  # dotted name of the class
     state: tuple[str, ...]  # names of its fp32 numbers per weight, 4 bytes each
+    blocks: int = 0  # elements that share a scale, where a number of the state has 8 bits
     orthogonalizes: bool = False  # Muon: a hidden matrix has a momentum instead of this state
     types: tuple[str, ...] = ()  # of a block in the DeepSpeed file that names it
     keeps_block: bool = True  # DeepSpeed builds it from such a block, which else becomes flags
@@ -64,6 +65,7 @@ class Optimizer:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # parameters without a flag
     normalizes: bool = True  # the size of an update does not follow that of the gradient
     copies: int = 0  # of a weight or shard in fp32 that an update makes, beyond those of AdamW
+    copies_on_cpu: int = 0  # further ones, where no kernel does the update in one pass
 
     @property
     def class_name(self) -> str:
@@ -87,6 +89,15 @@ OPTIMIZERS = {
         zero_twins=("DeepSpeedCPUAdam",),
         flags=("beta1", "beta2"),
         fixed={"eps": 1e-8},
+    ),
+    "adamw_8bit": Optimizer(
+        "AdamW8bit",
+        "minimind.engine.eight_bit.AdamW8bit",
+        ADAM,
+        blocks=256,
+        flags=("beta1", "beta2"),
+        fixed={"eps": 1e-8},
+        copies_on_cpu=3,
     ),
     "muon": Optimizer(
         "Muon",

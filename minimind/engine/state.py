@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, log
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from minimind.config.optimizers import ADAM, KINDS_OF_CLASS, MOMENTUM
+from minimind.errors import CheckpointError
 from minimind.runtime.collectives import lost_peers
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -184,6 +185,19 @@ class Fragment:
         )
 
 
+@runtime_checkable
+class Quantized(Protocol):
+    """An optimizer that stores moments in another form than fp32."""
+
+    def unpacked(self, owner: Tensor, kind: str, start: int, length: int) -> Tensor:
+        """Values of a moment of `owner`, 1-D fp32."""
+        ...
+
+    def pack(self, owner: Tensor, moments: dict[str, Any]) -> bool:
+        """Store `step` and fp32 moments by kind; return whether it holds them exactly."""
+        ...
+
+
 @dataclass(frozen=True)
 class ZeroState:
     """The fp32 weights and moments of one rank, and how to apply changes to them."""
@@ -253,17 +267,24 @@ class ZeroState:
         if (average := self.averages.get(id(part.owner))) is not None:
             yield AVERAGE, part.view(average)
         for kind in self.kinds_of(part.name):
-            moment = self.base.state.get(part.owner, {}).get(kind)
-            if moment is not None:
-                yield kind, part.view(moment)
+            if (moment := self._moment(part, kind)) is not None:
+                yield kind, moment
             elif has_stepped and not part.is_frozen:  # never had a gradient
                 yield kind, torch.zeros(part.length, device=part.owner.device)
 
-    def tensors_of(self, f: Fragment) -> dict[str, Tensor]:
-        """Master, average and moments of a fragment by kind, as far as they exist; see `view`."""
+    def _moment(self, f: Fragment, kind: str) -> Tensor | None:
+        """1-D fp32 values of a moment of a fragment: a view, unless they are stored in 8 bits."""
         state = self.base.state.get(f.owner, {})
-        tensors = {kind: state.get(kind) for kind in self.kinds_of(f.name)}
-        tensors |= {MASTER: f.owner, AVERAGE: self.averages.get(id(f.owner))}
+        if isinstance(self.base, Quantized):
+            return self.base.unpacked(f.owner, kind, f.offset, f.length) if state else None
+        return f.view(state[kind]) if kind in state else None
+
+    def tensors_of(self, f: Fragment) -> dict[str, Tensor]:
+        """Master, average and moments of a fragment by kind, 1-D, as far as they exist."""
+        average = self.averages.get(id(f.owner))
+        tensors = {kind: self._moment(f, kind) for kind in self.kinds_of(f.name)}
+        tensors[MASTER] = f.view(f.owner)
+        tensors[AVERAGE] = None if average is None else f.view(average)
         return {kind: tensor for kind, tensor in tensors.items() if tensor is not None}
 
     @property
@@ -301,7 +322,7 @@ class ZeroState:
         """
         for f in self.fragments:
             if not f.is_frozen and f.owner not in self.base.state:
-                self.base.state[f.owner] = self._fresh_moments(f, 0)
+                self._store(f, self._fresh_moments(f, 0))
 
     def fill(self, read: Callable[[str, str, int, int], Tensor], step: int | None) -> None:
         """Fill every fragment from `read(kind, parameter, start, length)`.
@@ -309,20 +330,35 @@ class ZeroState:
         Not collective, unlike `refresh`, which applies the values.
         """
         self.prepare()
-        trained = [f for f in self.fragments if not f.is_frozen]
-        for f in {id(f.owner): f for f in trained}.values():
+        by_owner: dict[int, list[Fragment]] = {}
+        for f in self.fragments:
+            if not f.is_frozen:
+                by_owner.setdefault(id(f.owner), []).append(f)
+        for f, *_ in by_owner.values():
             f.owner.detach().zero_()  # padding is uninitialized at stage 3
             self.base.state.pop(f.owner, None)
-            if step is not None:
-                self.base.state[f.owner] = self._fresh_moments(f, step)
         for f in self.fragments:
             f.view(f.owner).copy_(self._read(read, MASTER, f))
             if (average := self.averages.get(id(f.owner))) is not None:
                 f.view(average).copy_(self._read(read, AVERAGE, f))
-        for f in trained if step is not None else ():
-            for kind in self.kinds_of(f.name):
-                f.view(self.base.state[f.owner][kind]).copy_(self._read(read, kind, f))
+        for parts in by_owner.values() if step is not None else ():
+            moments = self._fresh_moments(parts[0], step or 0)
+            for f in parts:
+                for kind in self.kinds_of(f.name):
+                    f.view(moments[kind]).copy_(self._read(read, kind, f))
+            self._store(parts[0], moments)
         self._set_step_count(step or 0)
+
+    def _store(self, f: Fragment, moments: dict[str, Any]) -> None:
+        """Give the optimizer the moments of the tensor that holds `f`."""
+        if not isinstance(self.base, Quantized):
+            self.base.state[f.owner] = moments
+        elif not self.base.pack(f.owner, moments):
+            raise CheckpointError(
+                f"{f.name}: its moments were saved by another optimizer, ZeRO stage or number of"
+                f" processes, and {type(self.base).__name__} here cannot hold them exactly; use"
+                " those that saved them, or load only the weights (--init_from)"
+            )
 
     def _read(self, read: Callable[[str, str, int, int], Tensor], kind: str, f: Fragment) -> Tensor:
         """Elements of a fragment from `read`, which has whole weights."""

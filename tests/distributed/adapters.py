@@ -61,6 +61,7 @@ CPU_LION: dict[str, Any] = {
     f"{ZERO}offload_optimizer": {"device": "cpu"},
 }
 LION_FLAGS, SGD_FLAGS = "--optimizer lion", "--optimizer sgd"
+EIGHT_BIT = "--optimizer adamw_8bit"
 
 CASES = {
     "ddp, fp32": Case(None, FP32),
@@ -113,6 +114,19 @@ CASES = {
     "ddp, bf16, SGD": Case(None, BF16, flags=SGD_FLAGS),
     "0, bf16, SGD": Case(0, BF16, flags=SGD_FLAGS),
     "3, fp32, SGD": Case(3, FP32, flags=SGD_FLAGS),
+    "ddp, fp32, 8 bits": Case(None, FP32, flags=EIGHT_BIT),
+    "ddp, bf16, 8 bits": Case(None, BF16, flags=f"{EIGHT_BIT} {AVERAGE}"),
+    "0, fp32, 8 bits": Case(0, FP32, flags=EIGHT_BIT),
+    "0, bf16, 8 bits": Case(0, BF16, flags=EIGHT_BIT),
+    "1, bf16, fp32 sums, 8 bits": Case(1, BF16, edits=WIDE_SUMS, flags=EIGHT_BIT),
+    "2, fp32, 8 bits": Case(2, FP32, flags=EIGHT_BIT),
+    "2, bf16, 8 bits": Case(2, BF16, flags=EIGHT_BIT),
+    "2, bf16, round robin, 8 bits": Case(2, BF16, edits=ROUND_ROBIN, flags=EIGHT_BIT),
+    "2, fp16, 8 bits": Case(2, FP16, edits=SCALED, flags=EIGHT_BIT),
+    "2, bf16, offload, 8 bits": Case(2, BF16, edits=OFFLOAD, flags=EIGHT_BIT),
+    "2, mixed, 8 bits": Case(2, MIXED, flags=EIGHT_BIT),
+    "3, fp32, 8 bits": Case(3, FP32, flags=EIGHT_BIT),
+    "3, bf16, 8 bits": Case(3, BF16, flags=EIGHT_BIT),
     "3, fp32": Case(3, FP32),
     "3, fp32, recomputing": Case(3, FP32, model=Recomputing),
     "3, bf16": Case(3, BF16),
