@@ -49,13 +49,15 @@ def inner_parts(engine: Any) -> tuple[Any, Any]:
 
 
 def held() -> int:
-    """Bytes of the floating-point storages that are no activations."""
+    """Bytes of the storages of numbers and of 8-bit codes that are no activations."""
     sizes: dict[int, int] = {}
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor):  # isinstance would wake lazy proxies
             grad = found.grad if found.is_leaf else None
             for tensor in (found, grad, getattr(found, "ds_tensor", None)):
-                if tensor is None or tensor.grad_fn or not tensor.is_floating_point():
+                if tensor is None or tensor.grad_fn:
+                    continue
+                if not tensor.is_floating_point() and tensor.dtype != torch.uint8:
                     continue
                 if tensor.device.type != "meta":
                     storage = tensor.untyped_storage()

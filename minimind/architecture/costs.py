@@ -144,6 +144,8 @@ def _parts(shape: Shape, layout: Layout) -> tuple[int, int]:
 def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
     """Bytes of fp32 masters and moments of one process."""
     muon, others = _parts(shape, layout)
+    if blocks := OPTIMIZERS[layout.optimizer].blocks:  # a byte, and a share of the block's scale
+        return FP32 * has_masters * others + layout.moments * (others + FP32 * others // blocks)
     numbers = has_masters + layout.moments
     return FP32 * (numbers * (muon + others) - muon)  # one moment less
 

@@ -65,7 +65,7 @@ class Optimizer:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # parameters without a flag
     normalizes: bool = True  # the size of an update does not follow that of the gradient
     copies: int = 0  # of a weight or shard in fp32 that an update makes, beyond those of AdamW
-    copies_on_cpu: int = 0  # further ones, where no kernel does the update in one pass
+    package: str = ""  # an extra of this name installs it
 
     @property
     def class_name(self) -> str:
@@ -97,7 +97,7 @@ OPTIMIZERS = {
         blocks=256,
         flags=("beta1", "beta2"),
         fixed={"eps": 1e-8},
-        copies_on_cpu=3,
+        package="bitsandbytes",
     ),
     "muon": Optimizer(
         "Muon",

@@ -84,6 +84,7 @@ BY_EPOCHS = ("weight_decay",)
 OF_OPTIMIZER: Mapping[str, tuple[float, Collection[str]]] = {
     "AdamW": (0.4, RULES),
     "Adam": (0.4, RULES),
+    "AdamW8bit": (0.4, RULES),
     "Muon": (0.8, ()),
 }
 

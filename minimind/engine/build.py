@@ -31,7 +31,7 @@ from minimind.config.deepspeed.keys import BATCH, optimizer_name
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import tracker_refusal
 from minimind.config.launcher_env import configure_libraries, set_rendezvous_defaults
-from minimind.config.optimizers import ADAM_TYPES
+from minimind.config.optimizers import ADAM_TYPES, OPTIMIZERS
 from minimind.engine.compile import compile_model, compute_in
 from minimind.engine.engine import Engine
 from minimind.engine.optimizers import optimizer_of, run_groups, trial_optimizer
@@ -40,6 +40,7 @@ from minimind.errors import RendezvousError, StorageError, UsageError
 from minimind.runtime.collectives import collective_backend, lost_peers, own_store, rendezvous
 from minimind.runtime.device import CUDA, HOST, set_numerics
 from minimind.runtime.environment import allow_connections
+from minimind.runtime.installed import require_extra
 from minimind.runtime.secret_keys import without_secret, without_those_of
 from minimind.runtime.terminal import first_lines, phase
 from minimind.runtime.urls import masked_values
@@ -301,8 +302,11 @@ def leave_process_group() -> None:
 def require_accepted(resolved: ResolvedConfig, device: str) -> None:
     """Raise UsageError if DeepSpeed's configuration, optimizer or scheduler refuses a value.
 
-    Starts and compiles nothing.
+    Also if the optimizer is of a package that is not installed. Starts and compiles nothing.
     """
+    name = resolved.run.optimizer
+    if package := OPTIMIZERS[name].package:
+        require_extra(package, f"--optimizer {name}", package)
     if resolved.backend != "deepspeed":
         return
     configure_libraries(device)

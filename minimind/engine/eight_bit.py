@@ -7,15 +7,19 @@ the tensor that the optimizer updates, which under ZeRO is a rank's part of many
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bitsandbytes.optim import AdamW8bit as BitsAndBytes
 from torch import Tensor
 
 from minimind.config.optimizers import ADAM, OPTIMIZERS
+
+# On CPUs its import misses a package, for products of 4-bit weights.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+from bitsandbytes.optim import AdamW8bit as BitsAndBytes  # noqa: E402
 
 BLOCK = OPTIMIZERS["adamw_8bit"].blocks
 TABLES = "dynamic", "udynamic"  # bitsandbytes' names of those of both moments

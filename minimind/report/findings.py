@@ -137,7 +137,7 @@ class Case:
             return muon / OPTIMIZERS["muon"].defaults["muon_lr"]
         tokens = self.total_steps * (self.run.fact("tokens_per_step") or 0)
         parameters = self.run.fact("parameters") or 0
-        if optimizer not in ("adamw", "muon", "lion") or not (tokens and parameters > 0):
+        if optimizer in (None, "sgd") or not (tokens and parameters > 0):
             return math.nan
         suited = learning_rate(Workload(int(parameters), int(tokens), 1.0, int(self.total_steps)))
         suited /= LION if optimizer == "lion" else 1.0
@@ -331,7 +331,7 @@ def _high_rate(case: Case) -> Iterator[Found]:
     steady, decaying = _stall(case)
     excess = case.excess_of_rate
     times = f", {excess:,.0f} times what is usual," if excess >= 3 else ""
-    lower = "--learning_rate auto" if case.flag("optimizer") == "adamw" else "the default"
+    lower = "--learning_rate auto" if str(case.flag("optimizer")).startswith("adamw") else "the default"
     advice = f"{rate}{times} is too high: a tenth of it, or {lower}"
     if most - start > 1.0 + 6 * case.error(3):
         at = case.step[int(np.argmax(case.smooth))]

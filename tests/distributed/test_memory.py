@@ -31,6 +31,8 @@ OTHERS = [
     *((None, "float32", 1, "adamw"), (0, "bfloat16", 1, "adamw"), (1, "float32", 1, "adamw")),
     *((2, "bfloat16", 1, "adamw"), (2, "float32", 2, "adamw"), (None, "bfloat16", 1, "sgd")),
     *((0, "float32", 1, "lion"), (2, "bfloat16", 1, "muon")),
+    *((None, "float32", 1, "adamw_8bit"), (2, "bfloat16", 1, "adamw_8bit")),
+    (3, "bfloat16", 1, "adamw_8bit"),
     *((None, "bf16-mixed", 1, "adamw"), (1, "bf16-mixed", 1, "adamw")),
     *((2, "bf16-mixed", 2, "adamw"), (3, "float32", 1, "adamw"), (3, "bfloat16", 1, "muon")),
 ]
