@@ -42,9 +42,7 @@ MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_00_model_states\.pt")
 OF_ALL = "mp_rank_00_model_states.pt"  # the file of the model, and of the first rank at stage 3
 OF_STAGE_3 = f"zero_pp_rank_0_{OF_ALL}"
 # The optimizer that kinds of state show.
-OPTIMIZER_OF = {
-    frozenset(row.kinds): name for name, row in OPTIMIZERS.items() if not row.package
-}
+OPTIMIZER_OF = {frozenset(row.kinds): name for name, row in OPTIMIZERS.items() if not row.package}
 # Numbers of a group of an optimizer, and of a dynamic loss scaler.
 NUMBERS = ("lr", "initial_lr", "weight_decay", "eps", "momentum")
 SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -331,7 +331,9 @@ def _high_rate(case: Case) -> Iterator[Found]:
     steady, decaying = _stall(case)
     excess = case.excess_of_rate
     times = f", {excess:,.0f} times what is usual," if excess >= 3 else ""
-    lower = "--learning_rate auto" if str(case.flag("optimizer")).startswith("adamw") else "the default"
+    lower = (
+        "--learning_rate auto" if str(case.flag("optimizer")).startswith("adamw") else "the default"
+    )
     advice = f"{rate}{times} is too high: a tenth of it, or {lower}"
     if most - start > 1.0 + 6 * case.error(3):
         at = case.step[int(np.argmax(case.smooth))]
