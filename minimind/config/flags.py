@@ -228,7 +228,8 @@ class Optimizer:
 
     optimizer: str = flag("adamw", choices=tuple(OPTIMIZERS))
     """muon updates the matrices of the blocks by Muon, and embedding, head and norms by AdamW; sgd
-    has momentum; adamw_8bit is AdamW with moments in 8 bits. An optimizer in the DeepSpeed JSON takes precedence"""
+    has momentum; adamw_8bit is AdamW with moments in 8 bits. An optimizer in the DeepSpeed JSON
+    takes precedence"""
     learning_rate: float = flag(
         5e-4, gt=0.0, rule="chosen from the numbers of parameters and training tokens"
     )
