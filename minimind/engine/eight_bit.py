@@ -19,10 +19,11 @@ from minimind.config.optimizers import ADAM, OPTIMIZERS
 
 # On CPUs its import misses a package, for products of 4-bit weights.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-from bitsandbytes.optim import AdamW8bit as BitsAndBytes  # noqa: E402
+from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytes  # noqa: E402
 
 BLOCK = OPTIMIZERS["adamw_8bit"].blocks
 TABLES = "dynamic", "udynamic"  # bitsandbytes' names of those of both moments
+SMALLEST = 4096  # elements; tensors of fewer stay in fp32, as bitsandbytes decides
 ULPS = 3  # candidates of a scale to both sides
 
 
@@ -50,7 +51,7 @@ class AdamW8bit(BitsAndBytes):
         state: dict[str, Any] = {"step": int(moments["step"])}
         for n, (kind, name) in enumerate(zip(ADAM, TABLES, strict=True), 1):
             values = moments[kind].view(-1)
-            if owner.numel() >= self.args.min_8bit_size:
+            if owner.numel() >= SMALLEST:
                 if name not in self.name2qmap:
                     self.fill_qmap()
                 table = self.name2qmap[name] = self.name2qmap[name].to(owner.device)
