@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import reduce
 from operator import add
@@ -78,13 +78,16 @@ class HeldOutRows:
         found = {name: chosen[source == n] for n, name in enumerate(self.sources)}
         return {name: indices for name, indices in found.items() if len(indices)}
 
-    def shares(self, sources: Iterable[str]) -> list[float]:
-        """What the sources count in training; without weights by their held-out rows."""
+    def shares(self, by_source: Mapping[str, LossSums]) -> list[float]:
+        """What the targets of the sources count in training, from sums over some of their rows.
+
+        Their rows count by weight, without weights by the number that is held out.
+        """
         if len(self.sources) == 1:
             return [1.0]
         weights = self.weights or np.diff(self._ends, prepend=0).tolist()
         share = dict(zip(self.sources, weights, strict=True))
-        return [share[name] for name in sources]
+        return [share[name] * one.tokens / max(1.0, one.rows) for name, one in by_source.items()]
 
     @property
     def _ends(self) -> np.ndarray:
@@ -173,8 +176,8 @@ def evaluate(
     While the standard error is not below EVAL_ERROR of the loss, it reads twice the rows, unless
     `grows` is False or there are no more.
 
-    With weights the total is that of the mixture: a source counts by its weight in training, not by
-    its number of held-out rows. Collective: under ZeRO-3 a forward pass is, so every rank runs the
+    With weights the total is that of the mixture: the rows of a source count by its weight in
+    training, not by the number that is held out. Collective: under ZeRO-3 a forward pass is, so every rank runs the
     same number of them, the last ones perhaps on ignored rows.
     """
     by_source = _sums(engine, held_out, held_out.in_force, batch_rows)
@@ -208,7 +211,7 @@ def _event(total: LossSums, parts: Sequence[LossSums], error: float | None) -> d
 def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSums:
     """Sum over all held-out tokens, with each source scaled to what it counts in training."""
     total = reduce(add, by_source.values())
-    if len(held_out.sources) == 1:
+    if len(held_out.sources) == 1 or not total.tokens:
         return total
     shares = held_out.shares(by_source)
     scaled = (
