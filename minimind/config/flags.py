@@ -422,6 +422,9 @@ class Data:
     source: tuple[str, ...] | None = flag(None, repeats="NAME=PATH:WEIGHT")
     """folder of `minimind prepare`, or with --task sft the conversations of --data_path's formats,
     instead of --data_path; repeat the flag to mix several, by weight if all have one"""
+    loss_weight: tuple[str, ...] | None = flag(None, repeats="NAME=WEIGHT", needs="task=sft")
+    """what a target of a source counts in the loss, 1 for those that are not named; repeat the flag
+    for several sources"""
     stages: str | None = flag(
         None,
         excludes={

@@ -18,6 +18,7 @@ from minimind.data.rows.batches import held_out_rows
 from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import PADDING
 from minimind.data.shards.token_shards import TokenShards
+from minimind.data.text.inputs import loss_weights
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.engine.compile import uncompiled
 from minimind.engine.engine import Engine
@@ -45,6 +46,7 @@ class HeldOutRows:
     sources: tuple[str, ...] = ("data",)
     weights: tuple[float, ...] | None = None  # of the sources in training; None: by size
     reads: int | None = None
+    loss_weights: tuple[float, ...] | None = None  # of the targets of each source
 
     @property
     def total(self) -> int:
@@ -81,11 +83,13 @@ class HeldOutRows:
     def shares(self, by_source: Mapping[str, LossSums]) -> list[float]:
         """What the targets of the sources count in training, from sums over some of their rows.
 
-        Their rows count by weight, without weights by the number that is held out.
+        Their rows count by weight, without weights by the number that is held out, and the targets
+        of a row by --loss_weight.
         """
         if len(self.sources) == 1:
             return [1.0]
-        weights = self.weights or np.diff(self._ends, prepend=0).tolist()
+        weights = np.array(self.weights or np.diff(self._ends, prepend=0))
+        weights = (weights * (self.loss_weights or 1.0)).tolist()
         share = dict(zip(self.sources, weights, strict=True))
         return [share[name] * one.tokens / max(1.0, one.rows) for name, one in by_source.items()]
 
@@ -118,7 +122,8 @@ def held_out_of(run: RunConfig, prepared: Prepared, order: Order, steps: int) ->
     rows = held_out_rows(prepared.val, number, row_tokens, weights)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     sizes = prepared.bytes_per_id("val")
-    return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, weights, reads)
+    of_loss = loss_weights(run.loss_weight or (), names)
+    return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, weights, reads, of_loss)
 
 
 def affordable_rows(run: RunConfig, train_tokens: int, steps: int) -> int:
@@ -176,9 +181,9 @@ def evaluate(
     While the standard error is not below EVAL_ERROR of the loss, it reads twice the rows, unless
     `grows` is False or there are no more.
 
-    With weights the total is that of the mixture: the rows of a source count by its weight in
-    training, not by the number that is held out. Collective: under ZeRO-3 a forward pass is, so every rank runs the
-    same number of them, the last ones perhaps on ignored rows.
+    With weights the total is that of the mixture: a source counts as in training, not by its number
+    of held-out rows. Collective: under ZeRO-3 a forward pass is, so every rank runs the same number
+    of them, the last ones perhaps on ignored rows.
     """
     by_source = _sums(engine, held_out, held_out.in_force, batch_rows)
     while True:

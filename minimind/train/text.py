@@ -50,7 +50,7 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
     Raise UsageError if a prepared folder is not all of the text, is given with --val_path, or is
     to be fine-tuned on.
     """
-    from minimind.data.text.inputs import Source
+    from minimind.data.text.inputs import Source, loss_weights
 
     sources: Sequence[Source] = ()
     parts: Sequence[Part] = ()
@@ -89,6 +89,7 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
         )
     if not prepared:
         sources = sources or (Source(RAW_TEXT, tuple(paths)),)
+        loss_weights(run.loss_weight or (), [source.name for source in sources])
         return Text(flag, tuple(names), tuple(paths), None, sources=tuple(sources))
     name = names[prepared[0]] if not sources else f"{flag} {' '.join(names)}"
     if len(paths) > 1:
@@ -151,9 +152,7 @@ def _prepare(run: RunConfig, text: Text) -> Prepared:
 
 
 @contextmanager
-def _fetched(
-    run: RunConfig, text: Text
-) -> Iterator[tuple[tuple[Source, ...], tuple[str, ...]]]:
+def _fetched(run: RunConfig, text: Text) -> Iterator[tuple[tuple[Source, ...], tuple[str, ...]]]:
     """Sources of raw text and --val_path; what URLs name has a local copy inside the block."""
     from minimind.data.text.inputs import AUTO, VALIDATION, val_paths
 

@@ -32,7 +32,7 @@ from minimind.runtime.urls import is_url
 def sources_of(run: RunConfig) -> tuple[Source, ...]:
     """The sources of --source and of the file of --stages; raise UsageError for a mistake.
 
-    Prepared folders, or with --task sft conversations. Without sources in either, the text is --data_path.
+    Prepared folders, or with --task sft conversations. Without any the text is --data_path.
     """
     sources = [parse_source(text) for text in run.source or ()]
     if run.stages:
@@ -50,7 +50,9 @@ def sources_of(run: RunConfig) -> tuple[Source, ...]:
             )
     names = [source.name for source in sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"source {twice} is given twice; give each source one path, which may be a folder")
+        raise UsageError(
+            f"source {twice} is given twice; give each source one path, which may be a folder"
+        )
     return join_sources(sources)
 
 
