@@ -81,8 +81,8 @@ def _plan_mixture(
             if tokens >= row_tokens:  # conversations
                 fault, change = "has no conversation whose first answer ends within", "raise"
             raise TooFewRows(
-                f"{paths}: source {name} {fault} a row of {row_tokens}; add text to it, leave it out, or"
-                f" {change} --max_seq_len"
+                f"{paths}: source {name} {fault} a row of {row_tokens}; add text to it, leave it"
+                f" out, or {change} --max_seq_len"
             )
     weights = [source["weight"] for source in sources]
     try:

@@ -23,7 +23,7 @@ from tools.runs import sentences
 
 train: Any = training  # a package that is called like a function
 FRACTION = 0.2
-STEPS = 12
+STEPS, ROWS = 12, 24  # of a run, and of each step
 
 
 def talk(n: int) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def flags(place: Path, *weights: object, **changes: Any) -> dict[str, Any]:
     given = {name: value for name, value in BASE.items() if name not in keys}
     given |= {"task": "sft", "init_from": str(place / "base"), "cache_dir": str(place / "cache")}
     given |= {"source": sources(place, *weights), "val_fraction": FRACTION, "max_steps": STEPS}
-    return {**given, "batch_size": 6, "learning_rate": 5e-3, "eval_rows": 64, **changes}
+    return {**given, "batch_size": ROWS, "learning_rate": 5e-3, "eval_rows": 64, **changes}
 
 
 def steps(out_dir: Path) -> list[list[Any]]:
@@ -98,8 +98,8 @@ def test_an_epoch_reads_the_sources_by_weight(whole: Path):
     log = read_run(whole)
     for epoch in range(2):
         found = read_by_source(log, range(1 + epoch * per_epoch, 1 + (epoch + 1) * per_epoch))
-        dropped = total - 6 * per_epoch  # after the last whole step
-        assert sum(found.values()) == 6 * per_epoch
+        dropped = total - ROWS * per_epoch  # after the last whole step
+        assert sum(found.values()) == ROWS * per_epoch
         for name, quota in zip(("talk", "sums"), quotas, strict=True):
             assert quota - dropped - 1 <= found[name] <= quota + 1
 
@@ -175,7 +175,7 @@ def test_without_weights_every_row_is_read_once_an_epoch(place: Path, tmp_path: 
     assert start["order"]["mixture"] is None
     order = read_run(tmp_path).at(1).order
     rows = [row for step in range(order.steps_per_epoch) for row in order.rows_for(step, 0, 1)]
-    assert len(set(rows)) == len(rows) == start["order"]["rows"] // 6 * 6
+    assert len(set(rows)) == len(rows) == start["order"]["rows"] // ROWS * ROWS
 
 
 def test_a_weighted_loss_goes_on_after_a_stop_and_is_another_run_with_other_weights(
@@ -215,9 +215,9 @@ def test_data_where_names_the_steps_of_a_conversation(
     reads = [step for step, *_ in steps_reading(log, documents, document)]
     assert 3 in reads
     capsys.readouterr()
-    assert minimind(["data", "where", str(whole), str(place_of)]) == 0
-    told = capsys.readouterr().out
-    assert all(f"step {step}" in told for step in reads)
+    assert minimind(["data", "where", str(whole), str(place_of), "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["texts"]
+    assert [read["step"] for read in told["reads"]] == reads
     assert minimind(["data", "at", str(whole), "--step", "3", "--text"]) == 0
     assert f"{place_of}" in capsys.readouterr().out
 
@@ -236,12 +236,17 @@ def test_stages_change_weights_and_row_length(place: Path, tmp_path: Path):
     assert train(given, out_dir=str(tmp_path / "run")) == 0
     log = read_run(tmp_path / "run")
     assert [one.row_tokens for one in log.stretches] == [33, 65]
-    assert read_by_source(log, range(1, 7)) == {"sums": 36}
-    assert read_by_source(log, range(7, 13)) == {"talk": 24, "sums": 12}
+    assert read_by_source(log, range(1, 7)) == {"sums": 6 * ROWS}
+    assert read_by_source(log, range(7, 13)) == {"talk": 4 * ROWS, "sums": 2 * ROWS}
     assert train(given, out_dir=str(tmp_path / "stopped"), stop_at_step=7) == 75
     assert train(given, out_dir=str(tmp_path / "stopped")) == 0
     assert steps(tmp_path / "stopped") == steps(tmp_path / "run")
     assert [*events(tmp_path / "run", "eval")[-1]["by_source"]] == ["talk", "sums"]
+    stages["stages"][0]["weights"] = {"song": 1}
+    (tmp_path / "s.yaml").write_text(json.dumps(stages))
+    with pytest.raises(UsageError, match="song is not a source of the text; the sources are talk,"):
+        train(given, out_dir=str(tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()
 
 
 def test_bad_conversations_of_a_source_are_listed(place: Path, tmp_path: Path):
