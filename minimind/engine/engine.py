@@ -254,8 +254,8 @@ class Engine(Ranks):
         if self.world_size > 1:
             dist.all_reduce(total)
         total = total / self.parallel.sequence  # each rank that shares rows has counted all
-        micro_batches_of_all = self.world_size * self.resolved.run.accumulation_steps
-        return (total.clamp(min=1) / micro_batches_of_all).float()
+        mean = total.clamp(min=1) / (self.world_size * self.resolved.run.accumulation_steps)
+        return mean.float()
 
     def _count(self, rows: torch.Tensor) -> torch.Tensor:
         """Number of targets of rows (B, T + 1), or the sum of their weights."""
