@@ -420,8 +420,8 @@ class Data:
     globs, Hugging Face dataset directories or URLs; hf:USER/SET[/PART] of the Hub; or one folder of
     `minimind prepare`"""
     source: tuple[str, ...] | None = flag(None, repeats="NAME=PATH:WEIGHT")
-    """folder of `minimind prepare`, or conversations with --task sft, instead of --data_path; repeat
-    the flag to mix several, by weight if all have one"""
+    """folder of `minimind prepare`, or with --task sft conversations, in place of --data_path;
+    repeat the flag to mix several, by weight if all have one"""
     loss_weight: tuple[str, ...] | None = flag(None, repeats="NAME=WEIGHT", needs="task=sft")
     """weight of the targets of a source in the loss (default: 1); repeat the flag for others"""
     stages: str | None = flag(
