@@ -17,6 +17,7 @@ from minimind.config.run_config import PROJECT, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order, Ranges, count_rows
+from minimind.data.text.inputs import loss_weights
 from minimind.engine.build import Engine
 from minimind.runtime import disk
 from minimind.runtime.device import device_kind
@@ -35,6 +36,8 @@ def identity(
 
     `model` holds those of the architecture.
     """
+    names = [source["name"] for source in prepared.manifest["sources"]]
+    weights = loss_weights(run.loss_weight or (), names)
     groups: dict[str, dict[str, Any]] = {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
         "schedule": {
@@ -52,6 +55,7 @@ def identity(
             "grad_clip": run.grad_clip,
             "optimizer": engine.resolved.optimizer,
             "optimizer_params": engine.resolved.optimizer_params,
+            **({} if weights is None else {"loss_weights": list(weights)}),
             **({} if run.ema is None else {"ema": run.ema}),
             **({} if run.mup_base_dim is None else {"mup_base_dim": run.mup_base_dim}),
         },

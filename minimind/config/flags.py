@@ -420,17 +420,16 @@ class Data:
     """text files (lines or a list of JSON, plain text, CSV, Parquet; also compressed), directories,
     globs, Hugging Face dataset directories or URLs; hf:USER/SET[/PART] of the Hub; or one folder of
     `minimind prepare`"""
-    source: tuple[str, ...] | None = flag(
-        None, repeats="NAME=PATH:WEIGHT", excludes={"task=sft": "these folders hold text"}
-    )
-    """folder of `minimind prepare`, instead of --data_path; repeat the flag to mix several folders,
-    by weight if all have one"""
+    source: tuple[str, ...] | None = flag(None, repeats="NAME=PATH:WEIGHT")
+    """folder of `minimind prepare`, or with --task sft conversations, in place of --data_path;
+    repeat the flag to mix several, by weight if all have one"""
+    loss_weight: tuple[str, ...] | None = flag(None, repeats="NAME=WEIGHT", needs="task=sft")
+    """weight of the targets of a source in the loss (default: 1); repeat the flag for others"""
     stages: str | None = flag(
         None,
         excludes={
             "epochs": "its sources have no passes; --max_tokens or --max_steps is its length",
             "max_flops": "its tokens may differ in their FLOPs; --max_tokens is a budget for it",
-            "task=sft": "it has the sources of a text",
         },
     )
     """YAML file of the stages of the run; each has its weights of sources, row length and batch"""

@@ -2,7 +2,8 @@
 
 Rows are (B, T + 1) token ids; the model reads all but the last and predicts all but the first. A
 token t of a row that is no target is stored as ~t, which is negative: in fine-tuning, where
-~(t + START) also starts a conversation, and in rows of `PADDING`.
+~(t + START) also starts a conversation and the first token has the row's source, and in rows of
+`PADDING`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.run_config import ParallelLayout
-from minimind.data.shards.conversation_shards import START
+from minimind.data.shards.conversation_shards import SOURCE, START
 from minimind.engine.clocks import CommunicationClock, PhaseClock
 from minimind.engine.compile import CompileClock, uncompiled
 from minimind.engine.optimizers import WeightAverage
@@ -40,6 +41,11 @@ COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
 def token_ids(rows: torch.Tensor) -> torch.Tensor:
     """Return the ids of tokens; non-targets are stored negative."""
     return torch.where(rows >= 0, rows, ~rows % START)
+
+
+def source_of(rows: torch.Tensor) -> torch.Tensor:
+    """Number of the source of each row (B, T + 1) of conversations, (B,)."""
+    return ~rows[:, 0] // SOURCE
 
 
 def text_inputs(rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -71,7 +77,7 @@ class StepResult:
     """Result of one optimizer step on this rank; tensors stay on the device."""
 
     loss_sums: tuple[torch.Tensor, ...]  # sums of each micro-batch
-    targets: tuple[torch.Tensor, ...]
+    targets: tuple[torch.Tensor, ...]  # of each one, by weight where the loss has weights
     grad_norm: float | torch.Tensor | None
     lr: float  # the learning rate of this step
     skipped_so_far: int | torch.Tensor  # since step 0, for a gradient that is not finite
@@ -116,6 +122,7 @@ class Engine(Ranks):
         # Rows have tokens that are no targets.
         has_padding = run.padded_rows(size) > run.rows_per_step(size)
         self.counts_targets = self.is_fine_tuning or has_padding
+        self.loss_weights: torch.Tensor | None = None  # (sources,), of a target of each
         # Number of positions whose logits are computed at a time; 0: all.
         self.loss_chunk_size = LOSS_CHUNK if resolved.run.loss == "chunked" else 0
         # Validation is not compiled: on a GPU our models always compute parts.
@@ -158,6 +165,10 @@ class Engine(Ranks):
         """Restore process-wide state, for notebooks."""
         self.backend.release()
 
+    def weigh_sources(self, weights: Sequence[float]) -> None:
+        """Let a target count by the weight of its source, none below 1."""
+        self.loss_weights = torch.tensor(weights, device=self.device)
+
     def seed(self, step: int, data_rank: int | None = None) -> None:
         """Reseed torch for a step, so that checkpoints need no random state.
 
@@ -182,9 +193,9 @@ class Engine(Ranks):
         The update is skipped if the gradient norm before clipping is above `norm_limit`.
 
         The learning rate is set first, since DeepSpeed updates at the last micro-batch. The loss is
-        the mean over all targets of the step. In pretraining without rows of padding every
-        micro-batch has the same number of targets, so that is the mean over micro-batches and
-        ranks; otherwise targets are counted.
+        the mean over all targets of the step, with weights the weighted mean. In pretraining
+        without rows of padding every micro-batch has the same number of targets, so that is the
+        mean over micro-batches and ranks; otherwise targets are counted.
         """
         backend = self.backend
         actual_lr, skipped_before = backend.begin(lr), backend.skipped_steps
@@ -197,7 +208,15 @@ class Engine(Ranks):
                     rows = rows.to(self.device, non_blocking=self.kind.pins)
                     clock.mark("data")
                     inputs = self.inputs_of(rows)
-                    out = backend.forward(**inputs, loss_chunk_size=self.loss_chunk_size)
+                    out = backend.forward(
+                        **inputs,
+                        loss_chunk_size=self.loss_chunk_size,
+                        loss_by_row=self.loss_weights is not None,
+                    )
+                    if self.loss_weights is not None:
+                        of_rows = self.loss_weights[source_of(rows)]
+                        out.loss_sum = of_rows @ out.loss_sum
+                        out.targets = of_rows @ out.targets.float()
                     self._wait_for_compilation()
                     clock.mark("forward")
                     backend.backward(mean_loss(out, divisor))
@@ -230,12 +249,20 @@ class Engine(Ranks):
         mean over micro-batches and ranks is the mean over all targets. A step without targets
         counts as one with a single target, so that its loss is 0.
         """
-        counts = [(rows[:, 1:] >= 0).sum() for rows in micro_batches[:]]  # shows no progress
+        counts = [self._count(rows) for rows in micro_batches[:]]  # shows no progress
         total = torch.stack(counts).sum().to(self.device, non_blocking=self.kind.pins)
         if self.world_size > 1:
             dist.all_reduce(total)
-        total = total // self.parallel.sequence  # each rank that shares rows has counted all
-        return total.clamp(min=1) / (self.world_size * self.resolved.run.accumulation_steps)
+        total = total / self.parallel.sequence  # each rank that shares rows has counted all
+        mean = total.clamp(min=1) / (self.world_size * self.resolved.run.accumulation_steps)
+        return mean.float()
+
+    def _count(self, rows: torch.Tensor) -> torch.Tensor:
+        """Number of targets of rows (B, T + 1), or the sum of their weights."""
+        if self.loss_weights is None:
+            return (rows[:, 1:] >= 0).sum()
+        rows = rows.to(self.device, non_blocking=self.kind.pins)
+        return widened(self.loss_weights[source_of(rows)]) @ widened((rows[:, 1:] >= 0).sum(1))
 
     def _wait_for_compilation(self) -> None:
         """After the first forward pass, which compiles, wait until every rank has compiled.

@@ -62,12 +62,18 @@ def staged_balance(prepared: Prepared, stages: Sequence[dict[str, Any]]) -> dict
 
 
 def conversation_balance(
-    prepared: Prepared, shards: ConversationShards, row_tokens: int
+    prepared: Prepared, shards: ConversationShards, row_tokens: int, mixture: Mixture | None = None
 ) -> dict[str, Any]:
     """Count the tokens of a folder of conversations, whose training split is `shards`.
 
     `cut` and `dropped` count conversations: longer than a row, and without a target within one.
+    With weights `sources` has the rows of each source, and those that an epoch reads.
     """
+    sources = []
+    if mixture:
+        columns = (prepared.manifest["sources"], mixture.kept, mixture.quotas)
+        for source, rows, quota in zip(*columns, strict=True):
+            sources.append({"name": source["name"], "rows": rows, "epoch": quota})
     packing, train, val = shards.packing(row_tokens), len(shards), len(prepared.val)
     assert isinstance(prepared.val, ConversationShards)
     held_out = prepared.val.packing(row_tokens)
@@ -84,6 +90,7 @@ def conversation_balance(
         "cut": packing.cut,
         "dropped": packing.dropped,
         "padding": len(packing.starts) * row_tokens - packing.tokens,
+        "sources": sources,
     }
 
 
@@ -144,7 +151,12 @@ def _of_conversations(balance: dict[str, Any]) -> str:
         items.append(f"{cut_off:,} lost ({_cut_or_dropped(balance['cut'], balance['dropped'])})")
     line = f"{balance['text']:,} in {number:,} conversations: {', '.join(items)}"
     share = padding / max(1, padding + in_rows)
-    return f"{line}; {balance['targets']:,} are targets; {share:.0%} of the rows is padding"
+    line += f"; {balance['targets']:,} are targets; {share:.0%} of the rows is padding"
+    shares = [
+        f"{one['epoch']:,} rows of {one['name']} ({one['epoch'] / one['rows']:.3g} times)"
+        for one in balance["sources"]
+    ]
+    return f"{line}; an epoch by weight: {' + '.join(shares)}" if shares else line
 
 
 def _cut_or_dropped(cut: int, dropped: int) -> str:

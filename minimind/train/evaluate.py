@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import reduce
 from operator import add
@@ -18,6 +18,7 @@ from minimind.data.rows.batches import held_out_rows
 from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import PADDING
 from minimind.data.shards.token_shards import TokenShards
+from minimind.data.text.inputs import loss_weights
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.engine.compile import uncompiled
 from minimind.engine.engine import Engine
@@ -45,6 +46,7 @@ class HeldOutRows:
     sources: tuple[str, ...] = ("data",)
     weights: tuple[float, ...] | None = None  # of the sources in training; None: by size
     reads: int | None = None
+    loss_weights: tuple[float, ...] | None = None  # of the targets of each source
 
     @property
     def total(self) -> int:
@@ -78,13 +80,18 @@ class HeldOutRows:
         found = {name: chosen[source == n] for n, name in enumerate(self.sources)}
         return {name: indices for name, indices in found.items() if len(indices)}
 
-    def shares(self, sources: Iterable[str]) -> list[float]:
-        """What the sources count in training; without weights by their held-out rows."""
+    def shares(self, by_source: Mapping[str, LossSums]) -> list[float]:
+        """What the targets of the sources count in training, from sums over some of their rows.
+
+        Their rows count by weight, without weights by the number that is held out, and the targets
+        of a row by --loss_weight.
+        """
         if len(self.sources) == 1:
             return [1.0]
-        weights = self.weights or np.diff(self._ends, prepend=0).tolist()
+        weights = np.array(self.weights or np.diff(self._ends, prepend=0))
+        weights = (weights * (self.loss_weights or 1.0)).tolist()
         share = dict(zip(self.sources, weights, strict=True))
-        return [share[name] for name in sources]
+        return [share[name] * one.tokens / max(1.0, one.rows) for name, one in by_source.items()]
 
     @property
     def _ends(self) -> np.ndarray:
@@ -115,7 +122,8 @@ def held_out_of(run: RunConfig, prepared: Prepared, order: Order, steps: int) ->
     rows = held_out_rows(prepared.val, number, row_tokens, weights)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     sizes = prepared.bytes_per_id("val")
-    return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, weights, reads)
+    of_loss = loss_weights(run.loss_weight or (), names)
+    return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, weights, reads, of_loss)
 
 
 def affordable_rows(run: RunConfig, train_tokens: int, steps: int) -> int:
@@ -173,9 +181,9 @@ def evaluate(
     While the standard error is not below EVAL_ERROR of the loss, it reads twice the rows, unless
     `grows` is False or there are no more.
 
-    With weights the total is that of the mixture: a source counts by its weight in training, not by
-    its number of held-out rows. Collective: under ZeRO-3 a forward pass is, so every rank runs the
-    same number of them, the last ones perhaps on ignored rows.
+    With weights the total is that of the mixture: a source counts as in training, not by its number
+    of held-out rows. Collective: under ZeRO-3 a forward pass is, so every rank runs the same number
+    of them, the last ones perhaps on ignored rows.
     """
     by_source = _sums(engine, held_out, held_out.in_force, batch_rows)
     while True:
@@ -208,7 +216,7 @@ def _event(total: LossSums, parts: Sequence[LossSums], error: float | None) -> d
 def mixture(by_source: Mapping[str, LossSums], held_out: HeldOutRows) -> LossSums:
     """Sum over all held-out tokens, with each source scaled to what it counts in training."""
     total = reduce(add, by_source.values())
-    if len(held_out.sources) == 1:
+    if len(held_out.sources) == 1 or not total.tokens:
         return total
     shares = held_out.shares(by_source)
     scaled = (

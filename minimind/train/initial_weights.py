@@ -170,18 +170,16 @@ def read_initial(run: RunConfig, text: Text, saved: Manifests) -> InitialModel:
     return InitialModel(run, MiniMind(config.vocab_size), weights)
 
 
-def fine_tuned(initial: InitialModel, text: Text, saved: Manifests) -> InitialModel:
+def fine_tuned(initial: InitialModel, saved: Manifests) -> InitialModel:
     """Return the model of --task sft: with the chat template's tokens, blind across conversations.
 
     The template is that of --chat_template, of the tokenizer, or ours. Raise UsageError without
-    weights to start from, for a prepared folder, and for a template that does not fit.
+    weights to start from, and for a template that does not fit.
     """
     from minimind.data.chat.template import ChatTemplate, date_of, require_read
     from minimind.data.prepare.chat_tokenizer import chat_tokenizer, chosen_template
 
     run = initial.run.with_values(BY_TASK, doc_mask=True)
-    if text.folder:
-        raise UsageError(f"{text} is prepared; give the files of conversations")
     is_resumed = initial.weights is None and _newest(saved) is not None
     if run.tokenizer is None or not (initial.weights or is_resumed):
         raise UsageError(

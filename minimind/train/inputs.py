@@ -112,18 +112,21 @@ def _require_init_from(run: RunConfig) -> None:
 
 
 def _require_text(run: RunConfig) -> None:
-    """Raise for a local path of --data_path without text, or with a bad first record."""
+    """Raise for a local path of the text without any, or with a bad first record."""
+    given = run.data_path
     if run.source or run.stages:
         from minimind.data.prepare.mixed import parts_of, sources_of
 
         if sources := sources_of(run):
+            given = tuple(path for source in sources for path in source.paths)
             local = [source for source in sources if not is_url(*source.paths)]
             for source in local:
                 require_path(*source.paths)
-            parts_of(local)
-            return
-    paths = [path for path in run.data_path if not is_url(path)]
-    if run.data_path == (DEFAULT_DATA,) and not disk.exists(Path(DEFAULT_DATA)):
+            if run.task != "sft":
+                parts_of(local)
+                return
+    paths = [path for path in given if not is_url(path)]
+    if given == (DEFAULT_DATA,) and not disk.exists(Path(DEFAULT_DATA)):
         if run.dry_run:  # of the other flags
             return
         raise UsageError(
@@ -134,7 +137,7 @@ def _require_text(run: RunConfig) -> None:
         require_path(path)
     # Finished ones are checked with their manifest.
     texts = [path for path in paths if not _is_prepared(Path(path).expanduser())]
-    val_path = [path for path in val_paths(run.val_path, run.data_path) if not is_url(path)]
+    val_path = [path for path in val_paths(run.val_path, given) if not is_url(path)]
     held_out = find_files(val_path)
     files = [*without(find_files(texts), held_out), *held_out]
     require_once(files)

@@ -265,6 +265,8 @@ def build_context(
     batches = build_batches(run, engine, prepared, order)
     held_out = held_out_of(run, prepared, order, schedule.total_steps)
     held_out.begin_with(resumed.eval_rows)
+    if held_out.loss_weights is not None:
+        engine.weigh_sources(held_out.loss_weights)
     patience = scores = trace = corruption = fingerprints = spikes = None
     if run.patience is not None:
         from minimind.train.patience import Patience

@@ -76,10 +76,13 @@ def _plan_mixture(
     row_tokens, paths = run.max_seq_len + 1, " ".join(text.names)
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
+            name, tokens = source["name"], source["tokens"]["train"]
+            fault, change = f"has {tokens:,} training tokens, fewer than", "lower"
+            if tokens >= row_tokens:  # conversations
+                fault, change = "has no conversation whose first answer ends within", "raise"
             raise TooFewRows(
-                f"{paths}: source {source['name']} has {source['tokens']['train']:,} training"
-                f" tokens, fewer than a row of {row_tokens}; add text to it, leave it out, or lower"
-                " --max_seq_len"
+                f"{paths}: source {name} {fault} a row of {row_tokens}; add text to it, leave it"
+                f" out, or {change} --max_seq_len"
             )
     weights = [source["weight"] for source in sources]
     try:

@@ -353,7 +353,7 @@ def balance_of(context: RunContext) -> dict[str, Any]:
     prepared, row_tokens = context.prepared, context.run.max_seq_len + 1
     train = prepared.train
     if isinstance(train, ConversationShards):
-        return conversation_balance(prepared, train, row_tokens)
+        return conversation_balance(prepared, train, row_tokens, context.batches.order.mixture)
     if table := _stages_read(context):
         return staged_balance(prepared, table)
     return token_balance(prepared, context.batches.order, row_tokens)

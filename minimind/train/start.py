@@ -29,7 +29,7 @@ from minimind.train.auto_values import numbers_to_resume, with_auto_values
 from minimind.train.evaluate import read_sample_prompts
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
 from minimind.train.rows import plan_length, plan_rows, run_budgets
-from minimind.train.text import RAW_TEXT, Text, find_text, read_text, with_text
+from minimind.train.text import Text, find_text, read_text, with_text
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     saved = read_manifests(Path(run.out_dir) / "checkpoints", run.resume)
     initial = read_initial(run, text, saved)
     if run.task == "sft":
-        initial = fine_tuned(initial, text, saved)
+        initial = fine_tuned(initial, saved)
     run, model, world_size = initial.run, initial.architecture, launch.world_size
     require_rules(run)
     resumed = None
@@ -179,7 +179,7 @@ def require_fitting_stages(run: RunConfig, text: Text, world_size: int) -> None:
     from minimind.config.stages import plan_stages, read_stages, require_stages
 
     if text.folder is None:
-        read_stages(run.stages).require_sources((RAW_TEXT,))
+        read_stages(run.stages).require_sources([source.name for source in text.sources])
     if run.tokens_per_param is not None:
         require_stages(run, {})
         return

@@ -37,6 +37,7 @@ class Text:
     paths: tuple[str, ...]
     folder: Path | None  # the prepared folder, or the first of several; None for raw text
     parts: tuple[Part, ...] = ()  # prepared folders that are mixed
+    sources: tuple[Source, ...] = ()  # of raw text, with its paths
 
     def __str__(self) -> str:
         return f"{self.flag} {' '.join(self.names)}"
@@ -46,8 +47,11 @@ class Text:
 def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
     """Find the text of a run; a copy of a prepared folder at a URL is kept until `cleanup`.
 
-    Raise UsageError if a prepared folder is not all of the text, or is given with --val_path.
+    Raise UsageError if a prepared folder is not all of the text, is given with --val_path, or is
+    to be fine-tuned on.
     """
+    from minimind.data.text.inputs import Source, loss_weights
+
     sources: Sequence[Source] = ()
     parts: Sequence[Part] = ()
     if run.source or run.stages:
@@ -63,18 +67,30 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
         paths = [local_folder(path, cache) for path in paths]
     flag, names = "--data_path", [masked(path) for path in run.data_path]
     if sources:
-        from minimind.data.prepare.mixed import whole_parts_of
-
         flag = "--source" if run.source else f"--stages {run.stages}:"
         weights = ("" if one.weight is None else f":{one.weight:g}" for one in sources)
         pairs = zip(sources, weights, strict=True)
         names = [f"{one.name}={masked(*one.paths)}{weight}" for one, weight in pairs]
         sources = [replace(one, paths=(path,)) for one, path in zip(sources, paths, strict=True)]
+    if sources and run.task != "sft":
+        from minimind.data.prepare.mixed import whole_parts_of
+
         parts = whole_parts_of(sources)
         paths = [str(parts[0].folder)]
     prepared = [number for number, path in enumerate(paths) if is_prepared(path)]
+    if prepared and run.task == "sft":
+        raise UsageError(
+            f"{flag} {names[prepared[0]]} is prepared; give the files of conversations"
+        )
+    if sources and not prepared and run.val_path is not None:
+        raise UsageError(
+            f"val_path = {masked(run.val_path)} ({run.sources['val_path']}) is held-out text of one"
+            " source, and each one here holds out --val_fraction of its own; drop it"
+        )
     if not prepared:
-        return Text(flag, tuple(names), tuple(paths), None)
+        sources = sources or (Source(RAW_TEXT, tuple(paths)),)
+        loss_weights(run.loss_weight or (), [source.name for source in sources])
+        return Text(flag, tuple(names), tuple(paths), None, sources=tuple(sources))
     name = names[prepared[0]] if not sources else f"{flag} {' '.join(names)}"
     if len(paths) > 1:
         raise UsageError(
@@ -110,7 +126,6 @@ def read_text(run: RunConfig, text: Text) -> Prepared:
 
 def _prepare(run: RunConfig, text: Text) -> Prepared:
     from minimind.data.prepare.prepare import PrepareRequest, prepare_for_run
-    from minimind.data.text.inputs import Source
 
     is_explicit = run.is_explicit("max_document_bytes")
     max_bytes = run.max_document_bytes if is_explicit else longest_document(run.tokenizer)
@@ -130,35 +145,36 @@ def _prepare(run: RunConfig, text: Text) -> Prepared:
         **conversations,
     )
     policy = (run.on_bad_data == "skip", run.max_bad_fraction, run.allow_lossy_tokenizer)
-    with _fetched(run, text) as (paths, val_path):
-        sources = (Source(RAW_TEXT, paths),)
+    with _fetched(run, text) as (sources, val_path):
         request = PrepareRequest(sources, run.tokenizer, run.vocab_size, options, *policy)
         request = replace(request, val_path=val_path)
         return prepare_for_run(request, Path(run.cache_dir).expanduser())
 
 
 @contextmanager
-def _fetched(run: RunConfig, text: Text) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Paths of raw text and of --val_path; what URLs name has a local copy inside the block."""
+def _fetched(run: RunConfig, text: Text) -> Iterator[tuple[tuple[Source, ...], tuple[str, ...]]]:
+    """Sources of raw text and --val_path; what URLs name has a local copy inside the block."""
     from minimind.data.text.inputs import AUTO, VALIDATION, val_paths
 
     val_path = val_paths(run.val_path, text.paths)
     if not any(map(is_url, (*text.paths, *val_path))):
-        yield text.paths, val_path
+        yield text.sources, val_path
         return
     from minimind.data.prepare.remote import local_text
     from minimind.runtime.object_cache import open_cache
 
     with open_cache(run.cache_dir, run.max_cache_gib) as cache:
         elsewhere = (VALIDATION,) if run.val_path == AUTO else ()
-        paths = local_text(text.paths, cache, elsewhere)
+        sources = [
+            replace(one, paths=local_text(one.paths, cache, elsewhere)) for one in text.sources
+        ]
         try:
             held_out = local_text(val_path, cache)
         except DataError as error:
             if run.val_path != AUTO:
                 raise
             raise DataError(f"--val_path {AUTO}: {error}") from error
-        yield paths, held_out
+        yield tuple(sources), held_out
 
 
 def with_text(run: RunConfig, text: Text, prepared: Prepared | None) -> RunConfig:

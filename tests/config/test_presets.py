@@ -142,9 +142,9 @@ def test_a_value_of_a_file_of_ones_own_is_dropped_there(tmp_path: Path):
             ("--no-tie_word_embeddings", "--embedding_init random"),
         ),
         (
-            "--config sft --source a=b",
-            "source = ('a=b',) (--source) and task = sft (--config sft) exclude one another: these"
-            " folders hold text; drop source, or add --task pretrain",
+            "--config sft --text_field body",
+            "text_field = body (--text_field) and task = sft (--config sft) exclude one another:"
+            " conversations have fields of their own; drop text_field, or add --task pretrain",
             ("--task pretrain",),
         ),
     ],

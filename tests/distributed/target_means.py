@@ -1,12 +1,14 @@
 """Worker of test_target_means.py: steps over rows with unequal numbers of targets.
 
-Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES ...      (STAGE None: without)
+Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES[,LOSS] ...  (STAGE None: without)
 Each case takes the same rows a step, however they are split, and saves losses, gradient norms, the
-gradients of the last step and the fp32 weights of all ranks to OUT_DIR/CASE.pt.
+gradients of the last step and the fp32 weights of all ranks to OUT_DIR/CASE.pt. With LOSS, full or
+chunked, a target counts by the weight of its row's source.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from importlib import import_module
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minimind.data.shards.conversation_shards import SOURCE
 from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 from tools.engines import ROWS, Case, build, state_of, text
@@ -28,6 +31,8 @@ TARGETS = [
     [0, 0, 0, 0, 0, 0, 0, 0],
     [1, 1, 2, 1, 16, 15, 14, 16],
 ]
+SOURCES = [0, 2, 1, 1, 0, 2, 2, 0]  # of the rows of every step
+WEIGHTS = [1.0, 2.5, 4.0]  # of the targets of each source
 # A step is the gradient times the rate. That of the last step dwarfs the rounding of the weights.
 SGD = "--optimizer sgd --sgd_momentum 0 --weight_decay 0 --grad_clip 0 --task sft"
 FP32 = "fp32|"
@@ -45,12 +50,17 @@ def marked(rows: torch.Tensor, targets: list[int]) -> torch.Tensor:
 
 def rows_of(step: int) -> torch.Tensor:
     """All rows of a step, (ROWS, T + 1)."""
-    return marked(text()[ROWS * step : ROWS * (step + 1)], TARGETS[step])
+    rows = marked(text()[ROWS * step : ROWS * (step + 1)], TARGETS[step])
+    rows[:, 0] -= SOURCE * torch.tensor(SOURCES)
+    return rows
 
 
-def course(case: Case) -> dict[str, Any]:
+def course(case: Case, is_weighted: bool) -> dict[str, Any]:
     """Losses and norms of all steps, the last gradients, and the weights, on every rank."""
-    engine = build(case, seed=1)
+    engine, counts = build(case, seed=1), [1.0] * len(SOURCES)
+    if is_weighted:
+        engine.weigh_sources(WEIGHTS)
+        counts = [WEIGHTS[source] for source in SOURCES]
     clock, found = PhaseClock(engine.device), {"losses": [], "norms": [], "skipped": 0}
     before: dict[str, torch.Tensor] = {}
     for step, rate in enumerate(RATES):
@@ -60,7 +70,7 @@ def course(case: Case) -> dict[str, Any]:
         clock.begin()
         result = engine.step(share.chunk(case.accumulation), rate, clock)
         loss, count = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
-        assert count == sum(TARGETS[step])
+        assert count == sum(map(operator.mul, counts, TARGETS[step]))
         found["losses"].append(loss / max(count, 1.0))
         norm = result.grad_norm
         assert norm is not None
@@ -87,9 +97,10 @@ def main() -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     for words in sys.argv[2:]:
-        stage, dtype, accumulation = words.split(",")
-        case = Case(None if stage == "None" else int(stage), dtype, int(accumulation), flags=SGD)
-        found = course(case)
+        stage, dtype, accumulation, *loss = words.split(",")
+        flags = " ".join([SGD, *(f"--loss {one}" for one in loss)])
+        case = Case(None if stage == "None" else int(stage), dtype, int(accumulation), flags=flags)
+        found = course(case, is_weighted=bool(loss))
         if dist.get_rank() == 0:
             torch.save(found, root / f"{words}.pt")
         if os.environ["WORLD_SIZE"] == "1" and case.stage is None:

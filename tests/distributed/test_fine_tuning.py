@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 import minimind.train as training
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
+from minimind.recovery.step_rows import read_run
 from tests.train.test_fine_tuning import BASE, conversations, write
 from tools.forking import Nursery
 
@@ -108,6 +110,28 @@ def test_on_other_processes_it_takes_the_same_steps(
     starts = [line for line in lines if line["event"] == "run_start"]
     assert [start["world_size"] for start in starts] == [processes for processes, *_ in stages]
     assert {(start["backend"], start["zero_stage"]) for start in starts} == {("deepspeed", 2)}
+
+
+def test_two_processes_read_the_rows_of_one_mixture(nursery: Nursery, one: Place, tmp_path: Path):
+    """Seven rows a step, and one of padding on two processes; some targets count three times."""
+    write(tmp_path / "more.jsonl", conversations(60, seed=9))
+    mixed = [f"talk={one.flags['data_path']}:1", f"more={tmp_path / 'more.jsonl'}:2"]
+    flags = {**one.flags, "global_batch_size": 7, "batch_size": 2}
+    given = {name: value for name, value in flags.items() if name != "data_path"}
+    more = {"source": mixed, "loss_weight": ["more=3"], "deepspeed_config": "none"}
+    assert train({**given, **more}, out_dir=str(tmp_path / "one")) == 0
+    words = Place(given, {}).words(tmp_path / "two", **ZERO, loss_weight="more=3")
+    words += [word for text in mixed for word in ("--source", text)]
+    statuses, _, text = nursery.run("train_pretrain", words, tmp_path / "two", 2)
+    assert statuses == [0, 0], text
+    alone, both = (read_run(tmp_path / name) for name in ("one", "two"))
+    for step in range(1, STEPS + 1):
+        assert both.at(step).parallel.world_size == 2
+        first, other = (log.at(step).order.rows_for(step - 1, 0, 1) for log in (alone, both))
+        np.testing.assert_array_equal(first, other)
+        assert len(first) == 7
+    expected = dict(logged(tmp_path / "one"))
+    assert dict(logged(tmp_path / "two")) == pytest.approx(expected, rel=2e-6)
 
 
 def test_bad_conversations_end_a_run_with_3(nursery: Nursery, one: Place, tmp_path: Path):

@@ -1,4 +1,5 @@
-"""With unequal numbers of targets, losses, gradients and weights are those of a plain float64 loop.
+"""With unequal numbers of targets, losses, gradients and weights are those of a plain float64 loop,
+also where targets of some sources count more than others in the loss.
 
 Rows of a step are split into 1, 2 or 4 micro-batches of one, two or four ranks, in a launch of
 target_means.py for each number of ranks. In one step a rank has no target, in one nobody has.
@@ -15,15 +16,16 @@ import torch.nn.functional as F
 
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from tests.distributed.target_means import RATES, TARGETS, rows_of
+from tests.distributed.target_means import RATES, SOURCES, TARGETS, WEIGHTS, rows_of
 from tools.engines import LENGTH, TINY
 from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
-ALONE = ["None,float32,1", "None,float32,2", "None,float32,4", "2,float32,4"]
+ALONE = ["None,float32,1", "None,float32,2", "None,float32,4", "2,float32,4"]  # 2: last
 # Stage 3 comes last: it replaces torch's linear function in the whole process.
 EXACT = [f"{stage},float32,{n}" for stage in (None, 0, 1, 2, 3) for n in (1, 2, 4)]
 SHORT = ["None,float32,4", "2,float32,1", *(f"{stage},float32,2" for stage in (None, 0, 1, 2, 3))]
+WEIGHTED = ["None,float32,2,full", "2,float32,4,chunked"]
 ROUNDED = ["None,bfloat16,2", "2,bfloat16,2", "None,float16,2", "2,float16,2"]
 ON_FOUR = [f"{stage},float32,{n}" for stage in (None, 0, 1, 2, 3) for n in (1, 2)]
 EMPTY = [not any(targets) for targets in TARGETS].index(True)
@@ -32,19 +34,24 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def reference() -> Found:
-    """What every case is compared to: sums over the targets of a step, divided by their number.
+    """What every case without weights is compared to."""
+    return computed([1.0] * len(SOURCES))
 
-    Nothing of the engine, and the loss of torch.
+
+def computed(weights: list[float]) -> Found:
+    """Sums over the targets of a step, which count by the weights of their rows, divided by what
+    all of them count. Nothing of the engine, and the loss of torch.
     """
     torch.manual_seed(1)
     model = MiniMindForCausalLM(MiniMindConfig(**TINY, max_seq_len=LENGTH)).double()
     found: Found = {"losses": [], "norms": []}
     for step, rate in enumerate(RATES):
         rows = rows_of(step)
-        logits = model(input_ids=torch.where(rows < 0, ~rows, rows)[:, :-1]).logits
+        logits = model(input_ids=torch.where(rows < 0, ~rows % 2**31, rows)[:, :-1]).logits
         labels = torch.where(rows < 0, -100, rows)[:, 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = loss / max(int((labels >= 0).sum()), 1)
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        of_rows = torch.tensor(weights, dtype=torch.float64)
+        loss = of_rows @ losses.sum(1) / max(float(of_rows @ (labels >= 0).sum(1).double()), 1.0)
         gradients = torch.autograd.grad(loss, [*model.parameters()])
         with torch.no_grad():
             for p, gradient in zip(model.parameters(), gradients, strict=True):
@@ -72,7 +79,10 @@ def found(
     exact = EXACT if request.config.getoption("--long") else SHORT
     return {
         (world, case): seen
-        for world, cases in ((1, ALONE), (2, [*ROUNDED, *exact]))
+        for world, cases in (
+            (1, [WEIGHTED[0], *ALONE, WEIGHTED[1]]),
+            (2, [*ROUNDED, *WEIGHTED, *exact]),
+        )
         for case, seen in launched(nursery, tmp_path_factory.mktemp("means"), world, cases).items()
     }
 
@@ -90,8 +100,16 @@ def require_equal(own: Found, reference: Found, case: str) -> None:
 
 def test_the_split_over_ranks_and_micro_batches_changes_nothing(found, reference: Found):
     for key, own in found.items():
-        if key[1] not in ROUNDED:
+        if key[1] not in (*ROUNDED, *WEIGHTED):
             require_equal(own, reference, str(key))
+
+
+def test_a_target_counts_by_the_weight_of_its_source(found, reference: Found):
+    expected = computed([WEIGHTS[source] for source in SOURCES])
+    assert expected["losses"][0] != pytest.approx(reference["losses"][0], rel=1e-3)
+    for key, own in found.items():
+        if key[1] in WEIGHTED:
+            require_equal(own, expected, str(key))
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.parse import parse_flags
-from minimind.data.shards.conversation_shards import PADDING, START
+from minimind.data.shards.conversation_shards import PADDING, SOURCE, START
 from minimind.engine.build import Engine, build_engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
 from minimind.engine.engine import token_ids
@@ -150,6 +150,30 @@ def test_rows_of_padding_count_for_nothing(built: BuildEngine, filled: tuple[int
     loss.backward()
     result, found = gradients_of(engine, torch.cat(rows))
     assert int(result.tokens) == 8 * len(ids)
+    assert float(result.loss_sum / result.tokens) == pytest.approx(loss.item(), rel=1e-6)
+    for name, p in whole.named_parameters():
+        assert (found[name] - p.grad).abs().max() <= 2e-6 * p.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0), (1.0, 1.0)])
+def test_targets_count_by_the_weight_of_the_source_of_their_row(built: BuildEngine, weights):
+    """Four rows of five in micro-batches of two, the last of padding: one plain weighted mean."""
+    sources = torch.tensor([0, 1, 1, 0])
+    rows = ROWS.clone()
+    rows[:, 0] = ~(IDS[:, 0] + START + SOURCE * sources)
+    rows = torch.cat([rows, torch.full((2, 9), PADDING)])
+    engine = built("--task sft --global_batch_size 5 --batch_size 2 --accumulation_steps 3")
+    engine.model.train()
+    engine.weigh_sources(weights)
+    whole: Any = deepcopy(engine.model).double()
+    losses = F.cross_entropy(
+        whole(input_ids=IDS[:, :-1]).logits.transpose(1, 2), IDS[:, 1:], reduction="none"
+    )
+    counts = torch.tensor(weights, dtype=torch.float64)[sources, None] * IS_TARGET[:, 1:]
+    loss = (losses * counts).sum() / counts.sum()
+    loss.backward()
+    result, found = gradients_of(engine, rows)
+    assert float(result.tokens) == float(counts.sum())
     assert float(result.loss_sum / result.tokens) == pytest.approx(loss.item(), rel=1e-6)
     for name, p in whole.named_parameters():
         assert (found[name] - p.grad).abs().max() <= 2e-6 * p.grad.abs().max(), name

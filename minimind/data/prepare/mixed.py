@@ -30,9 +30,9 @@ from minimind.runtime.urls import is_url
 
 
 def sources_of(run: RunConfig) -> tuple[Source, ...]:
-    """The prepared folders of --source and of the file of --stages; raise UsageError for a mistake.
+    """The sources of --source and of the file of --stages; raise UsageError for a mistake.
 
-    Without sources in either, the text is --data_path.
+    Prepared folders, or with --task sft conversations. Without any the text is --data_path.
     """
     sources = [parse_source(text) for text in run.source or ()]
     if run.stages:
@@ -50,7 +50,9 @@ def sources_of(run: RunConfig) -> tuple[Source, ...]:
             )
     names = [source.name for source in sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"source {twice} is given twice; give each source one folder")
+        raise UsageError(
+            f"source {twice} is given twice; give each source one path, which may be a folder"
+        )
     return join_sources(sources)
 
 
@@ -98,6 +100,8 @@ def described_text(run: RunConfig) -> dict[str, Any] | None:
 
     None if the text is raw, or a part of it is at a URL or not here.
     """
+    if run.task == "sft":
+        return None
     if sources := sources_of(run):
         paths = [path for source in sources for path in source.paths]
         if any(is_url(path) or not disk.exists(Path(path).expanduser()) for path in paths):

@@ -144,9 +144,11 @@ class PrepareRequest:
 def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     """Prepare the tokens of a run's text; every process calls it and one does the work.
 
-    The cache is keyed by the content of the text, not by the names of its files.
+    The cache is keyed by the content of the text, not by the names of its files and sources, nor
+    by weights.
     """
-    plan = request.plan()
+    sources = request.sources
+    plan = replace(request, sources=tuple(replace(one, weight=None) for one in sources)).plan()
     contents = [_content(Path(given.path)) for given in plan.inputs]
     documents = {
         "format_version": FORMAT_VERSION,
@@ -156,6 +158,8 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
     }
     if plan.held_out:
         documents["held_out"] = len(plan.held_out)  # the last contents
+    if len(sources) > 1:
+        documents["sources"] = [given.source for given in plan.inputs]
     trained = (
         cache_dir / f"tokenizer-{fingerprint({**documents, 'vocab_size': request.vocab_size})}"
     )
@@ -178,7 +182,8 @@ def prepare_for_run(request: PrepareRequest, cache_dir: Path) -> Prepared:
         clear(draft)
 
     build_once(directory, build, REMEDY, is_resumable=True)
-    prepared = open_prepared(directory, names=[given.path for given in plan.inputs])
+    names = [given.path for given in plan.inputs]
+    prepared = open_prepared(directory, names=names, sources=sources)
     if not request.skips_bad and (first := prepared.first_rejected):
         raise refusal(first)
     require_few_rejected(

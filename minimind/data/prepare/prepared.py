@@ -171,14 +171,22 @@ def missing_of(path: str | Path) -> list[str]:
 
 
 def open_prepared(
-    directory: Path, tokenizer_path: str | None = None, names: Sequence[str] = ()
+    directory: Path,
+    tokenizer_path: str | None = None,
+    names: Sequence[str] = (),
+    sources: Sequence[Source] = (),
 ) -> Prepared:
     """Open the shards of a folder; raise DataError if they changed or have another tokenizer.
 
-    `names` are the current names of its inputs, in order.
+    `names` are the current names of its inputs, in order, and `sources` have the current names and
+    weights of its sources.
     """
     manifest = read_manifest(directory)
     require_untouched(directory, manifest)
+    if sources:
+        pairs = zip(manifest["sources"], sources, strict=True)
+        current = [{**entry, "name": one.name, "weight": one.weight} for entry, one in pairs]
+        manifest = {**manifest, "sources": current}
     tokenizer = tokenizer_of_folder(directory, manifest, tokenizer_path)
     if CONVERSATIONS in manifest["options"]:
         shards_class = partial(ConversationShards, eos_id=manifest["eos_id"])

@@ -201,7 +201,7 @@ def _mixed(
     if short or not read:
         raise DataError(
             f"{where}: {f'source {short}' if short else 'the text'} has no row of"
-            f" {row_tokens} tokens; add text, leave it out, or lower max_seq_len"
+            f" {row_tokens} tokens; add text, leave it out, or change max_seq_len"
         )
     try:
         unread = (0,) * len(sizes)

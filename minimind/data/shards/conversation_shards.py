@@ -1,7 +1,8 @@
 """Pack whole conversations into padded rows; a token carries whether it is a target.
 
 In the files the highest bit of a token marks a target. In a row, int64, a token t that is not a
-target is ~t (negative), as the engine expects it, and ~(t + START) where a conversation starts.
+target is ~t (negative), as the engine expects it, and ~(t + START) where a conversation starts. The
+first token, which is no target, also has the number of the row's source: + number * SOURCE.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from minimind.data.shards.token_shards import TokenShards
 
 TARGET = 1 << 31  # bit of a uint32 token that is trained on
 START = 1 << 31  # bit of a row's non-target token where a conversation starts
+SOURCE = 1 << 32  # unit of the source in the first token of a row
 PADDING = ~0  # a token that is no target
 DTYPE = np.dtype("<u4")
 
@@ -103,12 +105,13 @@ class ConversationShards(TokenShards):
         return range(first, int(np.searchsorted(packing.starts, stop, side="left")))
 
     def read_rows(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
-        """Read rows as int64 (len(indices), row_tokens): ~t for a token t that is no target.
+        """Read rows as int64 (len(indices), row_tokens), as the module describes them.
 
         Padding is ~eos_id, and starts like a conversation. Raise DataError for an id outside the
         vocabulary.
         """
         packing = self.packing(row_tokens)
+        source_stops = np.cumsum(packing.sizes)
         result = np.full((len(indices), row_tokens), ~self._eos_id, dtype=np.int64)
         for row, index in zip(result, np.asarray(indices, dtype=np.int64).tolist(), strict=True):
             start, stop = int(packing.starts[index]), int(packing.stops[index])
@@ -117,6 +120,7 @@ class ConversationShards(TokenShards):
             first, last = np.searchsorted(self._ends, [start, stop])
             starts = np.append(self._ends[first:last] - start, 0)
             row[starts] = ~(ids[starts] + START)
+            row[0] -= SOURCE * int(np.searchsorted(source_stops, index, side="right"))
             row[stop - start : stop - start + 1] = ~(self._eos_id + START)
         return result
 

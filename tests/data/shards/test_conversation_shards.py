@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minimind.data.shards.conversation_shards import DTYPE, START, ConversationShards, marked
+from minimind.data.shards.conversation_shards import (
+    DTYPE,
+    SOURCE,
+    START,
+    ConversationShards,
+    marked,
+)
 from minimind.data.shards.token_shards import ShardWriter
 from minimind.errors import DataError
 from tests.data.made import describe
@@ -64,7 +70,8 @@ def test_rows_hold_whole_conversations_in_order(tmp_path: Path, row_tokens: int)
     sizes = shards.sizes(row_tokens)
     rows = shards.read_rows(np.arange(shards.rows(row_tokens)), row_tokens)
     assert rows.shape == (sum(sizes), row_tokens)
-    for source, own in zip(sources, np.split(rows, [sizes[0]]), strict=True):
+    for number, (source, own) in enumerate(zip(sources, np.split(rows, [sizes[0]]), strict=True)):
+        assert (~own[:, 0] // SOURCE == number).all()
         read = [part for row in own for part in parts_of(row)]
         assert read == source
         lengths = [sum(len(ids) for ids, _ in parts_of(row)) for row in own]
