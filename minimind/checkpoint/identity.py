@@ -53,6 +53,7 @@ def identity(
             "optimizer": engine.resolved.optimizer,
             "optimizer_params": engine.resolved.optimizer_params,
             **({} if run.ema is None else {"ema": run.ema}),
+            **({"dropout": run.dropout} if run.dropout else {}),
             **({} if run.mup_base_dim is None else {"mup_base_dim": run.mup_base_dim}),
         },
         "data": {
