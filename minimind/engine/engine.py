@@ -25,7 +25,7 @@ from minimind.engine.compile import CompileClock, uncompiled
 from minimind.engine.optimizers import WeightAverage
 from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import ZeroState
-from minimind.model.dropout import dropout_of
+from minimind.model.dropout import row_keys
 from minimind.model.loss import IGNORED, mean_with_nan_grads
 from minimind.model.sequence import SequenceGroup
 from minimind.model.sizes import LOSS_CHUNK
@@ -262,7 +262,7 @@ class Engine(Ranks):
             inputs = marked_inputs(rows, has_starts=self.is_fine_tuning)
         if rate := self.resolved.run.dropout:
             place = self.resolved.run.seed, self.seeded_step, first, len(rows)
-            inputs["dropout"] = dropout_of(rate, *place, rows.device)
+            inputs |= {"dropout": rate, "dropout_keys": row_keys(*place, rows.device)}
         return inputs
 
     @torch.no_grad()

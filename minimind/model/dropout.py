@@ -24,18 +24,10 @@ CHANNEL = 0x27D4EB2F
 
 
 class Dropout(NamedTuple):
-    """What of some rows is dropped: elements whose hash is below `bound`."""
+    """Elements are dropped whose hash is below `bound`."""
 
-    keys: Tensor  # int32, of rows (B,); after `of_tokens` of tokens (P, B, T)
+    keys: Tensor  # int32 (P, B, T)
     bound: int
-
-    def of_tokens(self, places: int, length: int) -> "Dropout":
-        """The same with a key for every token and place."""
-        positions, at = (
-            torch.arange(n, dtype=torch.int32, device=self.keys.device) for n in (length, places)
-        )
-        keys_BT = self.keys[:, None] ^ positions * POSITION
-        return self._replace(keys=_mixed(keys_BT ^ (at * PLACE)[:, None, None]))
 
     def between(self, first: int, stop: int) -> "Dropout":
         """The same of some places."""
@@ -51,14 +43,21 @@ class Dropout(NamedTuple):
         return x_BTE * (hash_BTE >= self.bound) * (1 / kept)
 
 
-def dropout_of(
-    rate: float, seed: int, step: int, first: int, rows: int, device: torch.device
-) -> Dropout:
-    """Dropout of `rows` rows of a step from its row `first` on."""
+def row_keys(seed: int, step: int, first: int, rows: int, device: torch.device) -> Tensor:
+    """Keys, int32 (B,), of `rows` rows of a step, from its row `first` on."""
     digest = sha256(f"{seed}/{step}".encode()).digest()
     key = int.from_bytes(digest[:4], "little", signed=True)
-    numbers = torch.arange(first, first + rows, dtype=torch.int32, device=device)
-    return Dropout(numbers * ROW + key, int(rate * 2**32) - 2**31)
+    return torch.arange(first, first + rows, dtype=torch.int32, device=device) * ROW + key
+
+
+def dropout_of(keys_B: Tensor, rate: float, places: int, length: int) -> Dropout:
+    """Dropout of rows with these keys at places of the model."""
+    positions, at = (
+        torch.arange(n, dtype=torch.int32, device=keys_B.device) for n in (length, places)
+    )
+    keys_BT = keys_B[:, None] ^ positions * POSITION
+    keys_PBT = _mixed(keys_BT ^ (at * PLACE)[:, None, None])
+    return Dropout(keys_PBT, int(rate * 2**32) - 2**31)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Worker of test_target_means.py: steps over rows with unequal numbers of targets.
 
-Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES ...      (STAGE None: without)
+Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES,DROPOUT ...
+(STAGE None: without DeepSpeed)
 Each case takes the same rows a step, however they are split, and saves losses, gradient norms, the
 gradients of the last step and the fp32 weights of all ranks to OUT_DIR/CASE.pt.
 """
@@ -58,7 +59,8 @@ def course(case: Case) -> dict[str, Any]:
         share = rows_of(step).chunk(engine.world_size)[engine.rank]
         engine.seed(step)
         clock.begin()
-        result = engine.step(share.chunk(case.accumulation), rate, clock)
+        first = engine.rank * len(share)
+        result = engine.step(share.chunk(case.accumulation), rate, clock, first=first)
         loss, count = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
         assert count == sum(TARGETS[step])
         found["losses"].append(loss / max(count, 1.0))
@@ -87,8 +89,9 @@ def main() -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     for words in sys.argv[2:]:
-        stage, dtype, accumulation = words.split(",")
-        case = Case(None if stage == "None" else int(stage), dtype, int(accumulation), flags=SGD)
+        stage, dtype, accumulation, dropout = words.split(",")
+        flags = f"{SGD} --dropout {dropout}"
+        case = Case(None if stage == "None" else int(stage), dtype, int(accumulation), flags=flags)
         found = course(case)
         if dist.get_rank() == 0:
             torch.save(found, root / f"{words}.pt")
