@@ -137,7 +137,8 @@ def course(
         micro_batches = batch.split(len(batch) // engine.resolved.run.accumulation_steps)
         engine.seed(step)
         clock.begin()
-        result = engine.step(micro_batches, 2e-3 * (1 - step / 100), clock, norm_limit)
+        first = ORDER.share(engine.data_rank, engine.parallel.data_size).start
+        result = engine.step(micro_batches, 2e-3 * (1 - step / 100), clock, norm_limit, first)
         loss, tokens = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
         scaler = engine.backend.counters()["loss_scaler"]
         shares = engine.gather(rows.tolist())

@@ -37,6 +37,7 @@ class Layout:
     recomputes: bool = False  # gradient checkpointing: only the inputs of blocks are kept
     compiles: bool = False  # on a GPU; never at stage 3
     averages: bool = False  # --ema
+    drops: bool = False  # --dropout
     optimizer: str = "adamw"
     moments: int = 2  # fp32 numbers kept per weight; Muon keeps one fewer for matrices of blocks
     loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
@@ -249,13 +250,14 @@ def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
 def activation_bytes(shape: Shape, layout: Layout) -> int:
     """Bytes of saved activations at the start of the backward pass of one micro-batch.
 
-    Counted as by Korthikanti et al. (2022), section 4, for this block: no dropout, SwiGLU, grouped
-    key heads, and the experts that a token visits. Reference attention adds the scores and their
-    fp32 softmax. Fused kernels need repeated key heads in fp32 on a GPU, and with a document mask,
-    which adds a rotary table per row and the mask; flex attention on a GPU takes one number per
-    token instead. The peak adds the larger of the loss (`_loss_bytes`) and the softmax of the last
-    block (two fp32 gradients, after its feed-forward). With gradient checkpointing one block is
-    alive at a time, with the gradients of its feed-forward or softmax, and not during the loss.
+    Counted as by Korthikanti et al. (2022), section 4, for this block: SwiGLU, grouped key heads,
+    the experts that a token visits, and dropout of the embedding and of two outputs. Reference
+    attention adds the scores and their fp32 softmax. Fused kernels need repeated key heads in fp32
+    on a GPU, and with a document mask, which adds a rotary table per row and the mask; flex
+    attention on a GPU takes one number per token instead. The peak adds the larger of the loss
+    (`_loss_bytes`) and the softmax of the last block (two fp32 gradients, after its feed-forward).
+    With gradient checkpointing one block is alive at a time, with the gradients of its feed-forward
+    or softmax, and not during the loss.
 
     Under autocast the residual stream is in fp32, every matrix has a copy in bf16, and of its input
     each linear layer has one, which are one if compiled.
@@ -289,8 +291,9 @@ def activation_bytes(shape: Shape, layout: Layout) -> int:
         per_token = shape.n_heads * shape.max_seq_len
         scores = per_token * (FP32 if b == FP32 else FP32 + b)
         softmax = 2 * FP32 * per_token - feed_forward
-    layer = 2 * norm + inputs + attention + scores + feed_forward + shape.qk_norm * heads
-    head = norm + b * e
+    kept = layout.drops * e  # a byte for each element
+    layer = 2 * (norm + kept) + inputs + attention + scores + feed_forward + shape.qk_norm * heads
+    head = norm + b * e + kept
     loss = _loss_bytes(shape, layout, tokens)
     if layout.recomputes:
         working = 3 * b * f + stream * e + is_mixed * b * e

@@ -243,6 +243,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         run.gradient_checkpointing,
         compiles=run.compile != "off" and not (run.use_moe or run.is_divided),
         averages=run.ema is not None,
+        drops=run.dropout > 0,
         optimizer=run.optimizer,
         moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,

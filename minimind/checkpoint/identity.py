@@ -57,6 +57,7 @@ def identity(
             "optimizer_params": engine.resolved.optimizer_params,
             **({} if weights is None else {"loss_weights": list(weights)}),
             **({} if run.ema is None else {"ema": run.ema}),
+            **({"dropout": run.dropout} if run.dropout else {}),
             **({} if run.mup_base_dim is None else {"mup_base_dim": run.mup_base_dim}),
         },
         "data": {

@@ -289,6 +289,9 @@ class Optimizer:
     Initialization and rates are scaled by dim / mup_base_dim to suit this width"""
     weight_decay: float = flag(0.1, ge=0.0, rule="chosen from the number of passes over the text")
     """weight decay of matrices (norms and biases are not decayed)"""
+    dropout: float = flag(0.0, ge=0.0, lt=1.0, built_in=True)
+    """share of the elements that training sets to 0 in the embedding and in the output of each
+    attention and feed-forward, such as 0.1"""
     beta1: float = flag(0.9, ge=0.0, lt=1.0, takes_auto=True)
     """AdamW first-moment decay; Lion: weight of the momentum in an update"""
     beta2: float = flag(0.95, ge=0.0, lt=1.0, takes_auto=True)

@@ -42,7 +42,8 @@ dataset | --data_path | text, or a folder that `minimind prepare` wrote; `.bin` 
 gradient_accumulation_steps | --accumulation_steps | of one process; nanoGPT divides it by the processes
 batch_size block_size | --batch_size, --max_seq_len |
 n_layer n_head n_embd | --n_layers, --n_heads, --dim | and `--n_kv_heads` (default 2); without GQA, give the number of heads
-dropout bias |  | our decoder has neither dropout nor biases, but for `--qkv_bias`; GPT-2 by `--model hf:DIR` has both
+dropout | --dropout | of the embedding and the outputs of blocks, not of attention weights
+bias |  | our decoder has no biases, but for `--qkv_bias`; GPT-2 by `--model hf:DIR` has them
 learning_rate weight_decay beta1 beta2 grad_clip | --learning_rate, --weight_decay, --beta1, --beta2, --grad_clip |
 max_iters lr_decay_iters | --max_steps | the decay ends with the run
 warmup_iters | --warmup_steps |
@@ -164,7 +165,8 @@ context_parallel_size | --sequence_parallel | divides the heads of attention, no
 tensor_model_parallel_size | --tensor_parallel | under DeepSpeed at ZeRO stages 0 to 2
 pipeline_model_parallel_size |  | models up to 1B parameters are not split so; ZeRO shards their state
 untie_embeddings_and_output_weights | --no-tie_word_embeddings |
-attention_dropout |  | our decoder has no dropout
+hidden_dropout | --dropout |
+attention_dropout |  | no dropout of attention weights: fused kernels draw them from the device
 """,
     "torchtitan": """
 model.flavor | --model |

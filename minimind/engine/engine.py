@@ -26,6 +26,7 @@ from minimind.engine.compile import CompileClock, uncompiled
 from minimind.engine.optimizers import WeightAverage
 from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import ZeroState
+from minimind.model.dropout import row_keys
 from minimind.model.loss import IGNORED, mean_with_nan_grads
 from minimind.model.sequence import SequenceGroup
 from minimind.model.sizes import LOSS_CHUNK
@@ -187,10 +188,12 @@ class Engine(Ranks):
         lr: float,
         clock: PhaseClock,
         norm_limit: float = math.inf,
+        first: int = 0,
     ) -> StepResult:
         """Take one optimizer step over this rank's micro-batches, each (B, T + 1) token ids.
 
-        The update is skipped if the gradient norm before clipping is above `norm_limit`.
+        The update is skipped if the gradient norm before clipping is above `norm_limit`. `first`:
+        number of this rank's first row among those of the step, which dropout depends on.
 
         The learning rate is set first, since DeepSpeed updates at the last micro-batch. The loss is
         the mean over all targets of the step, with weights the weighted mean. In pretraining
@@ -207,7 +210,8 @@ class Engine(Ranks):
                 with backend.micro_batch(is_last):
                     rows = rows.to(self.device, non_blocking=self.kind.pins)
                     clock.mark("data")
-                    inputs = self.inputs_of(rows)
+                    inputs = self.inputs_of(rows, first)
+                    first += len(rows)
                     out = backend.forward(
                         **inputs,
                         loss_chunk_size=self.loss_chunk_size,
@@ -275,11 +279,18 @@ class Engine(Ranks):
             self._compilation.barrier()
             self._compilation = None
 
-    def inputs_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Arguments of the model for rows (B, T + 1) on its device."""
-        if not self.counts_targets:
-            return text_inputs(rows)
-        return marked_inputs(rows, has_starts=self.is_fine_tuning)
+    def inputs_of(self, rows: torch.Tensor, first: int = 0) -> dict[str, Any]:
+        """Arguments of the model in training for rows (B, T + 1) on its device.
+
+        They are the rows of the seeded step from number `first` on.
+        """
+        inputs: dict[str, Any] = text_inputs(rows)
+        if self.counts_targets:
+            inputs = marked_inputs(rows, has_starts=self.is_fine_tuning)
+        if rate := self.resolved.run.dropout:
+            place = self.resolved.run.seed, self.seeded_step, first, len(rows)
+            inputs |= {"dropout": rate, "dropout_keys": row_keys(*place, rows.device)}
+        return inputs
 
     @torch.no_grad()
     def loss_of(

@@ -144,7 +144,7 @@ def _training(weights: Weights) -> tuple[Rows, dict[str, Any]]:
     if which == TRAINED and folder and "validation" not in rows:
         if (loss := saved_of(path).val_loss) is not None:
             rows["validation"] = f"loss {loss:.4f}, on held-out text"
-    optimizer = ("learning_rate", "weight_decay", "betas", "grad_clip", "mup_base_dim")
+    optimizer = ("learning_rate", "weight_decay", "dropout", "betas", "grad_clip", "mup_base_dim")
     parts = [str(lr["optimizer"])] if "optimizer" in lr else []
     rows["optimizer"] = ", ".join([*parts, *(f"{n} {lr[n]}" for n in optimizer if n in lr)])
     shape = schedule.get("shape")

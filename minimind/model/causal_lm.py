@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import Block, Decoder, PlainAttention, draw_weights
+from minimind.model.dropout import dropout_of
 from minimind.model.experts import ExpertBlock, combine_routings
 from minimind.model.kernels import is_traced
 from minimind.model.loss import IGNORED, chunked_loss, next_token_loss
@@ -119,6 +120,8 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
         document_starts: Tensor | None = None,
         sequence: SequenceGroup | None = None,
         cache: Cache | None = None,
+        dropout: float = 0.0,
+        dropout_keys: Tensor | None = None,
     ) -> MiniMindModelOutput:
         """Return final hidden states (B, T, E), and the routing of experts while training.
 
@@ -129,7 +132,8 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
         without doc_mask; never while gradients are checkpointed. `cache` is what transformers calls
         past_key_values since 5.24; give it by one of the names. document_starts (B, T) is True
         where attention and positions restart, whatever doc_mask is; embeddings alone do not show
-        documents. With `sequence` the result is of this rank's positions.
+        documents. With `sequence` the result is of this rank's positions. `dropout` is a share
+        of elements, and dropout_keys (B,) those of `row_keys`; without them nothing is dropped.
 
         capture_outputs collects what output_attentions and output_hidden_states ask for.
         """
@@ -171,10 +175,15 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
                 )
         at = slice(past, past + length) if position_ids is None else position_ids
         rotary = self.rotary_at(at)
+        drops = None
+        if dropout_keys is not None:
+            drops = dropout_of(dropout_keys, dropout, 1 + 2 * len(self.layers), length)
         if sequence is not None:
             given = sequence.part(given, 1)
             cis = None if rotary.cis is None else sequence.part(rotary.cis, -2)
             rotary = Rotary(cis, sequence.part(rotary.reals, -2))
+            if drops is not None:
+                drops = drops._replace(keys=sequence.part(drops.keys, -1))
         x_BTE = self.embed_tokens(given) if inputs_embeds is None else given
         mask = None  # causal
         if not (attention_mask is None and starts_BT is None and cache is None):
@@ -182,7 +191,7 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
                 self.config, x_BTE, past, attention_mask, starts_BT, keys, length
             )
         routings: list[Any] | None = [] if self.config.use_moe else None
-        x_BTE = super().forward(x_BTE, rotary, mask, cache, sequence, also=routings)
+        x_BTE = super().forward(x_BTE, rotary, mask, cache, sequence, also=routings, dropout=drops)
         out = MiniMindModelOutput(x_BTE, cache)
         if routings and (routing := combine_routings(routings)) is not None:
             out["aux_loss"], out["expert_load"] = routing

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minimind.model.dropout import Dropout
 from minimind.model.kernels import (
     AttentionMask,
     HeadNorm,
@@ -225,10 +226,15 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = self.feed_forward(config)
 
-    def forward(self, x_BTE: Tensor, *context: Any) -> Tensor:
-        """Output (B, T, E); `context` is what Attention takes beside x."""
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), *context)
-        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+    def forward(self, x_BTE: Tensor, *context: Any, dropout: Dropout | None = None) -> Tensor:
+        """Output (B, T, E); `context` is what Attention takes beside x.
+
+        `dropout` has two places: the outputs of attention and of the feed-forward.
+        """
+        y_BTE = self.self_attn(self.input_layernorm(x_BTE), *context)
+        x_BTE = x_BTE + (y_BTE if dropout is None else dropout(y_BTE, 0))
+        y_BTE = self.mlp(self.post_attention_layernorm(x_BTE))
+        return x_BTE + (y_BTE if dropout is None else dropout(y_BTE, 1))
 
 
 class Decoder(nn.Module):
@@ -256,18 +262,27 @@ class Decoder(nn.Module):
         return Block(self.config, layer)
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None = None, *context: Any, also: list[Any] | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None = None,
+        *context: Any,
+        also: list[Any] | None = None,
+        dropout: Dropout | None = None,
     ) -> Tensor:
         """Return final hidden states (B, T, E) of token ids (B, T), or of embeddings (B, T, E).
 
         Positions begin at 0 if `rotary` is None; `context` is what Attention takes after it. A
-        block with more outputs than its hidden states adds the others to `also`.
+        block with more outputs than its hidden states adds the others to `also`. `dropout` has the
+        keys of tokens at 1 + 2 L places: the embedding, and two of each of L blocks.
         """
         x_BTE = x if x.is_floating_point() else self.embed_tokens(x)
         if rotary is None:
             rotary = self.rotary_at(slice(x_BTE.shape[1]))
-        for block in self.layers:
-            x_BTE = block(x_BTE, rotary, *context)
+        if dropout is not None:
+            x_BTE = dropout(x_BTE, 0)
+        for layer, block in enumerate(self.layers):
+            of_block = dropout and dropout.between(1 + 2 * layer, 3 + 2 * layer)
+            x_BTE = block(x_BTE, rotary, *context, dropout=of_block)
             if also is not None:
                 x_BTE, *others = x_BTE
                 also.append(others)

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.decoder import Block, FeedForward
+from minimind.model.dropout import Dropout
 
 
 class Routing(NamedTuple):
@@ -108,19 +109,24 @@ class ExpertBlock(GradientCheckpointingLayer, Block):
 
     feed_forward = MixtureOfExperts
 
-    def forward(self, x_BTE: Tensor, *context: Any) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] (Decoder takes both)
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] (Decoder takes both)
+        self, x_BTE: Tensor, *context: Any, dropout: Dropout | None = None
+    ) -> tuple[Tensor, ...]:
         """Output (B, T, E), followed by the fields of Routing in training.
 
         Returned, so that the gradient passes through what wraps a block (FSDP, checkpointing).
         Flat, because reentrant checkpointing finds no gradient in a nested tuple.
         """
-        x_BTE, normed_BTE = self._attend(x_BTE, *context)
+        x_BTE, normed_BTE = self._attend(x_BTE, *context, dropout=dropout)
         y_BTE, *routing = self.mlp(normed_BTE)
-        return x_BTE + y_BTE, *routing
+        return x_BTE + (y_BTE if dropout is None else dropout(y_BTE, 1)), *routing
 
-    def _attend(self, x_BTE: Tensor, *context: Any) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, x_BTE: Tensor, *context: Any, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor]:
         """Add the attention; return the residual stream and the input of the feed-forward."""
-        x_BTE = x_BTE + self.self_attn(self.input_layernorm(x_BTE), *context)
+        y_BTE = self.self_attn(self.input_layernorm(x_BTE), *context)
+        x_BTE = x_BTE + (y_BTE if dropout is None else dropout(y_BTE, 0))
         return x_BTE, self.post_attention_layernorm(x_BTE)
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:

@@ -36,7 +36,14 @@ DEFAULTS = {
     **{"max_seq_len": 32, "batch_size": 4, "learning_rate": 2e-3},
 }
 # A check always runs in float32 in this process, with one micro-batch per step.
-FIXED = {"dtype": "float32", "tf32": False, "compile": "off", "accumulation_steps": 1, "ema": None}
+FIXED = {
+    "dropout": 0.0,
+    "dtype": "float32",
+    "tf32": False,
+    "compile": "off",
+    "accumulation_steps": 1,
+    "ema": None,
+}
 # A slope within it is flat. Measured with 2 layers, 5 steps and widths of 64 to 256: at most 0.19
 # with muP (AdamW, Muon, experts, tied or not); without it 0.5 to 3 for all kinds but the embedding.
 TOLERANCE = 0.25

@@ -169,7 +169,8 @@ def take_step(
     if fingerprints and is_recorded:
         fingerprints.begin(step)
     lr = context.schedule.lr_at(step)
-    result = engine.step(micro_batches, lr, clock, context.norm_limit)
+    share = context.batches.order.of(step).share(engine.data_rank, engine.parallel.data_size)
+    result = engine.step(micro_batches, lr, clock, context.norm_limit, share.start)
     if fingerprints and is_recorded:
         with context.logger.pausing("fingerprint"):
             context.logger.event("fingerprint", **fingerprints.end(step + 1, result))

@@ -23,6 +23,7 @@ from minimind.engine.compile import compute_in
 from minimind.model import kernels
 from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.dropout import row_keys
 from minimind.model.kernels import has_flex_kernel
 from minimind.model.loss import next_token_loss
 from minimind.model.sizes import LOSS_CHUNK
@@ -95,17 +96,20 @@ def of_dtype(model: Any, dtype: str) -> Any:
     return model.to(getattr(torch, "float32" if dtype == "bf16-mixed" else dtype))
 
 
-def backward(model: MiniMindForCausalLM, rows: torch.Tensor) -> None:
-    loss, count = next_token_loss(model(input_ids=rows[:, :-1]).logits, rows[:, 1:])
+def backward(model: MiniMindForCausalLM, rows: torch.Tensor, dropout: float = 0.0) -> None:
+    given: Any = {}
+    if dropout:
+        given = {"dropout": dropout, "dropout_keys": row_keys(0, 0, 0, len(rows), rows.device)}
+    loss, count = next_token_loss(model(input_ids=rows[:, :-1], **given).logits, rows[:, 1:])
     (loss / count).backward()
 
 
-def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor) -> int:
+def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor, dropout: float = 0.0) -> int:
     """Peak bytes that torch's CPU allocator gives out in one forward and backward pass."""
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
-        backward(model, rows)
+        backward(model, rows, dropout)
     results: Any = profiler.profiler
     events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
     total = peak = 0
@@ -158,6 +162,23 @@ def test_activations_of_normed_heads_and_of_recomputed_blocks_likewise(
     assert allocated_at_most(model, rows) == pytest.approx(
         activation_bytes(shape, layout), rel=0.02
     )
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16-mixed", "float32"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_dropout_keeps_a_byte_for_each_element(recomputes: bool, dtype: str):
+    shape = replace(SMALL, max_seq_len=128, n_layers=6, n_heads=8, hidden_dim=64)
+    model = of_dtype(model_of(shape), dtype).train()
+    if recomputes:
+        enable_checkpointing(model)
+    rows = torch.randint(shape.vocab_size, (4, shape.max_seq_len + 1))
+    layout = Layout(2, 1, dtype, rows=4, device="cpu", recomputes=recomputes)
+    dropping = replace(layout, drops=True)
+    counted = activation_bytes(shape, dropping)
+    extra = (counted - activation_bytes(shape, layout)) / (rows[:, 1:].numel() * shape.dim)
+    assert extra == (1 if recomputes else 1 + 2 * shape.n_layers)  # recomputed after the peak
+    assert allocated_at_most(model, rows, 0.1) == pytest.approx(counted, rel=0.02)
 
 
 @pytest.mark.sample(3)

@@ -62,8 +62,8 @@ MEANT = {
     "lr": "--learning_rate",
 }
 NONE_HERE = {
-    "dropout": "neither dropout",
-    "bias": "nor bias",
+    "bias": "no biases",
+    "attention-dropout": "attention weights",
     "save_weight": "--out_dir",
     "start": "minimind generate",
     "backend": "nccl",

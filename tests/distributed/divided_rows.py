@@ -41,7 +41,8 @@ class Recomputing(MiniMindForCausalLM):
 def case_of(stage: int | None, sequence: int, kind: str) -> Case:
     """The configuration of a case."""
     flags = f"--sequence_parallel {sequence} --max_seq_len 16 --n_heads 4 --optimizer sgd"
-    flags += {"sft": " --task sft", "chunked": " --loss chunked"}.get(kind, "")
+    more = {"sft": " --task sft", "chunked": " --loss chunked", "dropout": " --dropout 0.2"}
+    flags += more.get(kind, "")
     shape: dict[str, Any] = {}
     if kind == "documents":
         shape = {"doc_mask": True, "eos_token_id": 5, "qkv_bias": True, "head_dim": 6}
@@ -70,7 +71,8 @@ def course(engine: Engine, kind: str) -> dict[str, Any]:
         rows = rows_of(step, kind).chunk(size)[engine.data_rank]
         engine.seed(step)
         clock.begin()
-        result = engine.step(rows.chunk(2), 0.1, clock)
+        first = engine.data_rank * len(rows)
+        result = engine.step(rows.chunk(2), 0.1, clock, first=first)
         loss, count = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
         found["losses"].append(loss / max(count, 1.0))
         norm = result.grad_norm

@@ -1,6 +1,7 @@
 """Worker of test_target_means.py: steps over rows with unequal numbers of targets.
 
-Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES[,LOSS] ...  (STAGE None: without)
+Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES,DROPOUT[,LOSS] ...
+(STAGE None: without DeepSpeed)
 Each case takes the same rows a step, however they are split, and saves losses, gradient norms, the
 gradients of the last step and the fp32 weights of all ranks to OUT_DIR/CASE.pt. With LOSS, full or
 chunked, a target counts by the weight of its row's source.
@@ -68,7 +69,8 @@ def course(case: Case, is_weighted: bool) -> dict[str, Any]:
         share = rows_of(step).chunk(engine.world_size)[engine.rank]
         engine.seed(step)
         clock.begin()
-        result = engine.step(share.chunk(case.accumulation), rate, clock)
+        first = engine.rank * len(share)
+        result = engine.step(share.chunk(case.accumulation), rate, clock, first=first)
         loss, count = engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
         assert count == sum(map(operator.mul, counts, TARGETS[step]))
         found["losses"].append(loss / max(count, 1.0))
@@ -97,8 +99,8 @@ def main() -> None:
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     for words in sys.argv[2:]:
-        stage, dtype, accumulation, *loss = words.split(",")
-        flags = " ".join([SGD, *(f"--loss {one}" for one in loss)])
+        stage, dtype, accumulation, dropout, *loss = words.split(",")
+        flags = " ".join([SGD, f"--dropout {dropout}", *(f"--loss {one}" for one in loss)])
         case = Case(None if stage == "None" else int(stage), dtype, int(accumulation), flags=flags)
         found = course(case, is_weighted=bool(loss))
         if dist.get_rank() == 0:

@@ -23,9 +23,9 @@ SPOILT = ("model.norm.weight", "model.layers.0.self_attn.o_proj.weight")
 
 
 def case_of(stage: int | None, tensor: int = 1) -> Case:
-    """With norms of heads, an average, and a gradient norm above the clip in the first steps."""
+    """With norms of heads, dropout, an average, and a gradient norm above the clip at first."""
     accumulation = {1: 4, 2: 2, 4: 2}[int(os.environ["WORLD_SIZE"])]
-    flags = f"--ema 0.9 --grad_clip {CLIP} --tensor_parallel {tensor}"
+    flags = f"--ema 0.9 --dropout 0.1 --grad_clip {CLIP} --tensor_parallel {tensor}"
     return Case(stage, "float32", accumulation, flags=flags, shape={"qk_norm": True, "head_dim": 6})
 
 

@@ -12,10 +12,10 @@ from tests.distributed.divided_rows import STEPS
 from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
-KINDS = ("plain", "documents", "recomputed", "chunked", "sft")
+KINDS = ("plain", "documents", "recomputed", "chunked", "sft", "dropout")
 STAGES = (None, 0, 1, 2, 3)  # stage 3 comes last: it replaces torch's linear function
 WITHIN_BF16 = 2e-3
-FEW = ["2,2,plain", "None,2,sft"]
+FEW = ["2,2,plain", "None,2,sft", "2,2,dropout"]
 EVERY = {
     2: [f"{stage},2,{kind}" for stage in STAGES for kind in KINDS],
     4: [f"{stage},{n},{kind}" for stage in STAGES for n in (2, 4) for kind in KINDS],
@@ -61,7 +61,7 @@ def require_exact(gaps: dict[str, float]) -> None:
 def test_two_ranks_with_half_of_each_row_train_as_one(
     whole: Found, nursery: Nursery, tmp_path: Path
 ):
-    found = results(nursery, tmp_path, 2, [FEW[0], "attention", FEW[1]])
+    found = results(nursery, tmp_path, 2, [FEW[0], "attention", *FEW[1:]])
     require_exact(found.pop("attention"))
     require_equal(found, whole)
 

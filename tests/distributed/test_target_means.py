@@ -16,29 +16,41 @@ import torch.nn.functional as F
 
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.dropout import row_keys
 from tests.distributed.target_means import RATES, SOURCES, TARGETS, WEIGHTS, rows_of
 from tools.engines import LENGTH, TINY
 from tools.forking import Nursery
 
 pytestmark = pytest.mark.launch
-ALONE = ["None,float32,1", "None,float32,2", "None,float32,4", "2,float32,4"]  # 2: last
+DROPOUT = 0.2
+ALONE = [f"None,float32,4,{DROPOUT}"]
+ALONE += ["None,float32,1,0", "None,float32,2,0", "None,float32,4,0", "2,float32,4,0"]
 # Stage 3 comes last: it replaces torch's linear function in the whole process.
-EXACT = [f"{stage},float32,{n}" for stage in (None, 0, 1, 2, 3) for n in (1, 2, 4)]
-SHORT = ["None,float32,4", "2,float32,1", *(f"{stage},float32,2" for stage in (None, 0, 1, 2, 3))]
-WEIGHTED = ["None,float32,2,full", "2,float32,4,chunked"]
-ROUNDED = ["None,bfloat16,2", "2,bfloat16,2", "None,float16,2", "2,float16,2"]
-ON_FOUR = [f"{stage},float32,{n}" for stage in (None, 0, 1, 2, 3) for n in (1, 2)]
+EXACT = [
+    f"{stage},float32,{n},{dropout}"
+    for stage in (None, 0, 1, 2, 3)
+    for n in (1, 2, 4)
+    for dropout in (0, DROPOUT)
+]
+SHORT = ["None,float32,4,0", "2,float32,1,0", f"None,float32,2,{DROPOUT}"]
+SHORT += [f"{stage},float32,2,0" for stage in (None, 0, 1, 2, 3)]
+SHORT += [f"3,float32,1,{DROPOUT}"]
+WEIGHTED = [f"None,float32,2,{DROPOUT},full", "2,float32,4,0,chunked"]
+ROUNDED = ["None,bfloat16,2,0", "2,bfloat16,2,0", "None,float16,2,0", "2,float16,2,0"]
+ROUNDED += [f"2,bfloat16,2,{DROPOUT}", f"None,float16,2,{DROPOUT}"]
+ON_FOUR = [f"{stage},float32,{n},0" for stage in (None, 0, 1, 2, 3) for n in (1, 2)]
+ON_FOUR += [f"3,float32,1,{DROPOUT}"]
 EMPTY = [not any(targets) for targets in TARGETS].index(True)
 Found = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def reference() -> Found:
-    """What every case without weights is compared to."""
-    return computed([1.0] * len(SOURCES))
+def reference() -> dict[str, Found]:
+    """What every case without weights is compared to, by dropout."""
+    return {str(dropout): computed([1.0] * len(SOURCES), dropout) for dropout in (0, DROPOUT)}
 
 
-def computed(weights: list[float]) -> Found:
+def computed(weights: list[float], dropout: float) -> Found:
     """Sums over the targets of a step, which count by the weights of their rows, divided by what
     all of them count. Nothing of the engine, and the loss of torch.
     """
@@ -47,7 +59,12 @@ def computed(weights: list[float]) -> Found:
     found: Found = {"losses": [], "norms": []}
     for step, rate in enumerate(RATES):
         rows = rows_of(step)
-        logits = model(input_ids=torch.where(rows < 0, ~rows % 2**31, rows)[:, :-1]).logits
+        drops: Any = {}
+        if dropout:
+            drops = {"dropout_keys": row_keys(42, step, 0, len(rows), rows.device)}
+            drops["dropout"] = dropout
+        ids = torch.where(rows < 0, ~rows % 2**31, rows)[:, :-1]
+        logits = model(input_ids=ids, **drops).logits
         labels = torch.where(rows < 0, -100, rows)[:, 1:]
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         of_rows = torch.tensor(weights, dtype=torch.float64)
@@ -98,32 +115,39 @@ def require_equal(own: Found, reference: Found, case: str) -> None:
             assert difference <= 2e-6, f"{case}: {kind} {name}"
 
 
-def test_the_split_over_ranks_and_micro_batches_changes_nothing(found, reference: Found):
+def test_the_split_over_ranks_and_micro_batches_changes_nothing(found, reference):
     for key, own in found.items():
         if key[1] not in (*ROUNDED, *WEIGHTED):
-            require_equal(own, reference, str(key))
+            require_equal(own, reference[key[1].split(",")[-1]], str(key))
 
 
-def test_a_target_counts_by_the_weight_of_its_source(found, reference: Found):
-    expected = computed([WEIGHTS[source] for source in SOURCES])
-    assert expected["losses"][0] != pytest.approx(reference["losses"][0], rel=1e-3)
+def test_dropout_changes_the_losses(reference):
+    plain, dropped = (reference[str(rate)]["losses"] for rate in (0, DROPOUT))
+    gaps = [abs(a - b) for a, b in zip(plain, dropped, strict=True)]
+    assert [gap > 1e-3 for gap in gaps] == [step != EMPTY for step in range(len(gaps))]
+
+
+def test_a_target_counts_by_the_weight_of_its_source(found, reference):
+    weights = [WEIGHTS[source] for source in SOURCES]
+    expected = {str(dropout): computed(weights, dropout) for dropout in (0, DROPOUT)}
+    assert expected["0"]["losses"][0] != pytest.approx(reference["0"]["losses"][0], rel=1e-3)
     for key, own in found.items():
         if key[1] in WEIGHTED:
-            require_equal(own, expected, str(key))
+            require_equal(own, expected[key[1].split(",")[3]], str(key))
 
 
 @pytest.mark.long
-def test_on_four_ranks_too(reference: Found, nursery: Nursery, tmp_path: Path):
+def test_on_four_ranks_too(reference, nursery: Nursery, tmp_path: Path):
     seen = launched(nursery, tmp_path, 4, ON_FOUR)
     for case, own in seen.items():
-        require_equal(own, reference, case)
+        require_equal(own, reference[case.split(",")[-1]], case)
 
 
-def test_losses_of_low_precision_are_near(found, reference: Found):
+def test_losses_of_low_precision_are_near(found, reference):
     for case in ROUNDED:
-        own = found[2, case]
-        assert own["losses"] == pytest.approx(reference["losses"], abs=1e-2), case
-        assert own["norms"] == pytest.approx(reference["norms"], rel=1e-2), case
+        own, expected = found[2, case], reference[case.split(",")[-1]]
+        assert own["losses"] == pytest.approx(expected["losses"], abs=1e-2), case
+        assert own["norms"] == pytest.approx(expected["norms"], rel=1e-2), case
 
 
 def test_a_step_without_any_target_has_no_gradient_and_is_not_skipped(found):

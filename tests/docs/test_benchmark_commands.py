@@ -75,6 +75,12 @@ SMALLEST = [
         " --only 'stopped early'",
         has_results=False,
     ),
+    Small(
+        "dropout",
+        "kjv=TEXT.jsonl --folder DIR --passes 2 --rates 0.1 --seeds 1 --tokens 32768",
+        (": decay: ", ": dropout 0.1: ", ": decay and dropout 0.1: "),
+    ),
+    Small("dropout", "--cost --model tiny --rows 1 --rounds 3", ("keyed", "torch", "of the time")),
     Small("fake_ranks", "--ranks 8", ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")),
     Small(
         "fingerprints",
@@ -276,6 +282,7 @@ def test_a_benchmark_without_what_it_needs_says_so(
     [
         ("auto_values", "kjv=a.jsonl --folder DIR --only 0.3m-kjv", "0.3m-kjv is no case or text"),
         ("auto_values", "kvj=a.jsonl --folder DIR", "kvj is no case or text"),
+        ("dropout", "a=a.jsonl", "give texts and --folder, or --cost"),
         ("default_rules", "a.jsonl --folder DIR --only b-1m", "--only b-1m is no sweep of these"),
         ("sequence_memory", "--model tiny", "--sizes 4 does not divide the 6 heads of tiny"),
         ("serve_attacked", "--roots GONE", "--roots GONE is no checkout: it has no minimind/serve"),

@@ -84,6 +84,7 @@ def losses_of(engine: Engine, steps: int) -> list[float]:
         ({"doc_mask": True, "eos_token_id": 2}, ""),
         ({"qkv_bias": True, "head_dim": 12}, ""),
         ({}, "--gradient_checkpointing"),
+        ({}, "--dropout 0.2"),
     ],
 )
 def test_regions_are_compiled_once_for_all_blocks_with_the_losses_of_an_eager_run(
@@ -128,14 +129,14 @@ def test_layers_without_rotation_are_compiled_apart_with_the_losses_of_an_eager_
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("more", ["", "--gradient_checkpointing"])
+@pytest.mark.parametrize("more", ["", "--gradient_checkpointing", "--dropout 0.2"])
 def test_of_experts_all_but_the_routed_ones_is_compiled_once(quickly, monkeypatch, more):
     """The tokens of an expert are others in every batch; as shapes they would recompile."""
     batches = torch.randint(96, (6, 2, 2, 17), generator=torch.manual_seed(3))
     found: dict[str, list[Any]] = {}
     for compiles in ("off", "on"):
         model = built(use_moe=True, n_routed_experts=2, num_experts_per_tok=1)
-        if more:
+        if more == "--gradient_checkpointing":
             enable_checkpointing(model)
         flags = f"--dtype float32 --accumulation_steps 2 {more} --compile {compiles}"
         engine = engine_of(model, monkeypatch, flags)
@@ -376,6 +377,7 @@ def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
         ({}, ""),
         ({}, "--deterministic"),  # of which torch refuses unknown options
         ({"use_moe": True, "n_routed_experts": 2}, ""),
+        ({}, "--dropout 0.2"),
     ],
 )
 def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, changes, more):
