@@ -103,11 +103,11 @@ class _Running:
     process: Process
     progress: Progress
     environment: dict[str, str]
-    seen: set[int] = field(default_factory=set)  # steps of validations
+    began: float
+    noted: float  # up to then its seconds are recorded
     is_pruned: bool = False
     is_late: bool = False
-    began: float = field(default_factory=time.monotonic)
-    noted: float = field(default_factory=time.monotonic)  # up to then its seconds are recorded
+    seen: set[int] = field(default_factory=set)  # steps of validations
     stopped: float = math.inf  # when it was asked to stop
 
     @property
@@ -252,7 +252,8 @@ class Runner:
         variables = {**environment, **trial.environment}
         process = self.start({**trial.flags, "out_dir": str(run_dir)}, variables)
         progress = Progress(run_dir, self.metric)
-        self._running.append(_Running(trial, process, progress, environment))
+        now = time.monotonic()
+        self._running.append(_Running(trial, process, progress, environment, now, now))
         print(f"{trial.folder}: {parameters_text(trial.parameters)}", flush=True)
 
     @staticmethod

@@ -303,7 +303,8 @@ class Search:
         flags = vars(build_parser().parse_args(argv))
         flags |= given.flags_of(best.changes, place / "deepspeed.json")
         variables = f"NUM_PROCESSES={given.facts['world_size']}"
-        variables += f" OMP_NUM_THREADS={best.changes['threads']}" * ("threads" in best.changes)
+        if threads := best.changes.get("threads"):
+            variables += f" OMP_NUM_THREADS={threads}"
         command = f"{variables} {LAUNCH} {shlex.join(map(masked, words_of(flags)))}"
         print(f"\n{aligned(rows, '<>>>>>><')}\n\n{best.name}:\n  {command}")
         known = [{"settings": one.name, **asdict(one)} for one in (*ranked, *failed)]
