@@ -24,7 +24,7 @@ from minimind.errors import DataError, NumericError, UsageError, fault_error
 from minimind.report import formats
 from minimind.runtime.checked_json import shown
 from minimind.runtime.terminal import aligned
-from minimind.sweep.run import Command, opened, slots_of
+from minimind.sweep.run import Command, opened
 from minimind.sweep.scaling import (
     MUST_MATCH,
     NEAR,
@@ -283,8 +283,7 @@ def run_ladder(
             require_inputs(run)
         print(plan_text(spec, rungs, points, _folders(rungs, {})))
         return 0
-    slots = slots_of(runs[0].device, parallel)
-    with opened(LADDER, METRIC, {"flags": spec.flags}, path, place, runs, slots) as runner:
+    with opened(LADDER, METRIC, {"flags": spec.flags}, path, place, runs, parallel) as runner:
         folders = _folders(rungs, runner.results)
         print(plan_text(spec, rungs, points, folders), flush=True)
         ladder = [_trial(*each) for each in zip(folders, rungs, runs, strict=True)]

@@ -69,7 +69,7 @@ class Command(NamedTuple):
     max_failures: int  # trials in a row that may fail before it ends
     changes: str  # what may change in a folder
     other_runs: str  # the remedy where no trial has a metric
-    program: str = "train"  # of `minimind`, for a trial
+    is_launched: bool = False  # a trial is a `minimind launch`, on all GPUs
     end_of: Callable[[int, Progress, Callable[[], str]], dict[str, Any] | None] = end_of
 
 
@@ -93,7 +93,6 @@ class Process(Protocol):
         ...
 
     def kill(self) -> None: ...
-
     def last_line(self) -> str: ...
 
 
@@ -345,8 +344,7 @@ def sweep(path: str, place: Path, parallel: int | None) -> int:
     content = read_sweep(path)
     first = first_config(content, path)
     common = content.model_dump(mode="json")
-    slots = slots_of(first.device, parallel)
-    with opened(SWEEP, content.metric, common, path, place, [first], slots) as runner:
+    with opened(SWEEP, content.metric, common, path, place, [first], parallel) as runner:
         proposals = Proposals(content, runner.results, place)
         runner.resume()
         trials = trials_of(content, path, runner.results, proposals.parameters)
@@ -384,14 +382,15 @@ def opened(
     path: str,
     place: Path,
     runs: Sequence[RunConfig],
-    slots: Sequence[dict[str, str]],
+    parallel: int | None,
 ) -> Iterator[Runner]:
     """A runner in the folder `place`, which is locked meanwhile.
 
     Raise UsageError if the folder is of other trials: `common` is what they share, from the file
-    `path`. Only a new folder needs the files of `runs`, the settings of trials. `slots` are the
-    environments of trials at the same time.
+    `path`. Only a new folder needs the files of `runs`, the settings of trials.
     """
+    gpus = [] if command.is_launched else _gpus(runs[0].device, parallel)
+    environments = environments_of(gpus, parallel or max(1, len(gpus)))
     names = {path.name for path in disk.matching(place, "*")}
     if ACCEPTED not in names:
         # Not a file that is being written, as by a sweep that has just begun there.
@@ -407,8 +406,8 @@ def opened(
         accept(command, common, path, place)
         stop = StopRequest()
         stop.listen()
-        start = partial(TrialProcess, program=command.program)
-        yield Runner(command, metric, place, slots, stop, start)
+        start = partial(TrialProcess, program="launch") if command.is_launched else TrialProcess
+        yield Runner(command, metric, place, environments, stop, start)
 
 
 def accept(command: Command, common: dict[str, Any], path: str, place: Path) -> None:
@@ -445,12 +444,6 @@ def conclude(sweep: Sweep, runner: Runner, status: int) -> int:
     elif status == 0:
         return runner.without_result(results)
     return status
-
-
-def slots_of(device: str, parallel: int | None) -> list[dict[str, str]]:
-    """The environments of trials at the same time: one per free GPU, or `parallel`."""
-    gpus = _gpus(device, parallel)
-    return environments_of(gpus, parallel or max(1, len(gpus)))
 
 
 def _gpus(device: str, parallel: int | None) -> list[str]:

@@ -77,11 +77,8 @@ class Given:
         path = self.numbers.get("deepspeed_config", NONE)
         path = str(DEFAULT_DEEPSPEED_CONFIG) if path == NONE else path
         self.document, self.is_own = read_deepspeed_json(path), not is_shipped(path)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a step as --batch_size counts them."""
-        return self.value("batch_size") * self.value("accumulation_steps")
+        # Of a step, as --batch_size counts them.
+        self.rows = self.value("batch_size") * self.value("accumulation_steps")
 
     def value(self, name: str) -> Any:
         """The value as given; None for a key that the DeepSpeed JSON does not have."""
@@ -182,13 +179,15 @@ class Candidate:
         return ", ".join(f"{name} {value}" for name, value in self.changes.items()) or "as given"
 
     @property
-    def counted(self) -> list[float]:
-        """The repeats; only without any the speed by which the search chose the fastest."""
-        return self.speeds[1:] or self.speeds
+    def variables(self) -> dict[str, str]:
+        """Of the launcher's environment."""
+        threads = self.changes.get("threads")
+        return {"OMP_NUM_THREADS": str(threads)} if threads else {}
 
     @property
     def speed(self) -> float:
-        return median(self.counted)
+        """Median of the repeats; only without any that by which the search chose the fastest."""
+        return median(self.speeds[1:] or self.speeds)
 
 
 class Search:
@@ -233,8 +232,7 @@ class Search:
         ranked = sorted(self.able, key=lambda one: (one is not best, -one.speed))
         finalists = [*dict.fromkeys([*ranked[:FINALISTS], self.first])]
         for turn in range(1, REPEATS + 1) if len(finalists) > 1 else ():
-            at = (turn - 1) % len(finalists)  # each one in another place
-            for one in finalists[at:] + finalists[:at]:
+            for one in finalists[:: 1 if turn % 2 else -1]:  # so that a drift is no difference
                 yield from self.measure(one, turn)
 
     def measure(self, one: Candidate, turn: int) -> Iterator[Trial]:
@@ -255,10 +253,8 @@ class Search:
                 json_file = self.runner.place / folder / "deepspeed.json"
                 flags |= self.given.flags_of(one.changes, json_file)
                 refusal = "" if turn else self.given.refusal(flags)
-            threads = one.changes.get("threads")
-            own = {"OMP_NUM_THREADS": str(threads)} if threads else {}
             shown = {"settings": one.name, "turn": turn}
-            yield Trial(folder, shown, flags, refusal, own, limit, GRACE)
+            yield Trial(folder, shown, flags, refusal, one.variables, limit, GRACE)
         self._read(one, turn, self.runner.results[self._folders[key]])
 
     def _read(self, one: Candidate, turn: int, result: Result) -> None:
@@ -296,23 +292,20 @@ class Search:
         failed = [one for one in self.candidates.values() if one.fault]
         rows = [["settings", "ms/step", "tokens/s", "lowest", "highest", "runs", "MiB", ""]]
         for one in ranked:
-            figures = one.speed, min(one.counted), max(one.counted), len(one.speeds), one.mib
+            figures = one.speed, min(one.speeds), max(one.speeds), len(one.speeds), one.mib
             cells = [f"{1e3 * tokens / one.speed:,.1f}", *(f"{value:,.0f}" for value in figures)]
             rows.append([one.name, *cells, "chosen" if one is best else ""])
         rows += [[one.name, *[""] * 6, shorten_line(one.fault, MAX_REASON)] for one in failed]
         flags = vars(build_parser().parse_args(argv))
         flags |= given.flags_of(best.changes, place / "deepspeed.json")
-        variables = f"NUM_PROCESSES={given.facts['world_size']}"
-        if threads := best.changes.get("threads"):
-            variables += f" OMP_NUM_THREADS={threads}"
-        command = f"{variables} {LAUNCH} {shlex.join(map(masked, words_of(flags)))}"
+        variables = {"NUM_PROCESSES": given.facts["world_size"], **best.variables}
+        words = [*(f"{name}={value}" for name, value in variables.items()), LAUNCH]
+        command = f"{' '.join(words)} {shlex.join(map(masked, words_of(flags)))}"
         print(f"\n{aligned(rows, '<>>>>>><')}\n\n{best.name}:\n  {command}")
-        known = [{"settings": one.name, **asdict(one)} for one in (*ranked, *failed)]
-        left = [n for n, one in self.candidates.items() if not (one.speeds or one.fault)]
-        if left:
+        if left := [n for n, one in self.candidates.items() if not (one.speeds or one.fault)]:
             print(f"No time was left for {', '.join(left)}; raise --minutes.")
-        content = {"hardware": given.facts.get("hardware"), "tokens_per_step": tokens}
-        content |= {"chosen": best.name, "command": command, "candidates": known, "left": left}
+        known = [{"settings": one.name, **asdict(one)} for one in (*ranked, *failed)]
+        content = {"chosen": best.name, "command": command, "candidates": known, "left": left}
         write_whole(place / "tune.json", f"{json.dumps(content, indent=1)}\n".encode())
 
 
@@ -349,8 +342,8 @@ TUNE = Command(
     10**9,  # a candidate that fails is an answer
     "only --minutes may change",
     "raise --minutes, or change flags and give another --out_dir",
-    "launch",
-    end_of,
+    is_launched=True,
+    end_of=end_of,
 )
 
 
@@ -360,8 +353,7 @@ def tune(argv: Sequence[str], place: Path, minutes: float) -> int:
     flags = trial_flags(run)
     environment = {name: os.environ.get(name) for name in ENVIRONMENT}
     common = {"flags": json.loads(json.dumps(flags)), "environment": environment}
-    slots = [{"NUM_MACHINES": "1"}]
-    with opened(TUNE, METRIC, common, "the command", place, [run], slots) as runner:
+    with opened(TUNE, METRIC, common, "the command", place, [run], 1) as runner:
         search = Search(runner, flags, minutes)
         runner.resume()
         status = runner.run(search.trials())

@@ -196,7 +196,7 @@ def test_a_candidate_that_hangs_is_killed_and_never_chosen(tmp_path: Path):
     assert (status, process.kills[0], len(process.kills)) == (0, "trial-0001", len(faults))
     assert search.chosen().name == "zero 0, batch_size 4, threads 2"
     found = json.loads((tmp_path / "trial-0001" / "trial.json").read_text())
-    assert (found["state"], found["seconds"]) == ("pruned", 420.0)  # with the grace
+    assert (found["state"], found["seconds"]) == ("pruned", 450.0)  # with the grace
 
 
 def test_a_run_as_given_that_hangs_ends_the_command_and_more_minutes_try_it_again(
@@ -270,7 +270,7 @@ def test_one_within_the_spread_of_the_given_settings_does_not_replace_them(tmp_p
     assert search.chosen().name == "zero 1"
 
 
-@pytest.mark.parametrize("at", [0, 1, 5, 12])
+@pytest.mark.parametrize("at", [0, 1, 12])
 @pytest.mark.parametrize("how", ["kill_at", "stop_at"])
 def test_a_command_that_ended_goes_on_and_measures_nothing_twice(tmp_path: Path, at: int, how: str):
     whole, _ = tuned(tmp_path / "whole", made(), SOME)
