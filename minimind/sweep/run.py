@@ -58,6 +58,7 @@ from minimind.train.inputs import require_inputs
 
 ACCEPTED = "sweep.json"  # what the trials in the folder have in common
 NOTED = 5.0  # seconds between two notes of the time that a trial has taken
+GRACE = 15.0  # seconds in which a trial with a time limit ends once it is stopped
 LOCK = ".lock"  # the file of lock_out_dir
 ORPHAN_SECONDS = 20.0  # time in which the processes of a killed sweep end
 
@@ -264,12 +265,12 @@ class Runner:
     def _look_at(self, job: _Running, is_to_be_pruned: Callable[[dict[int, float]], bool]) -> None:
         """Prune a trial by its new validations or its time, and record its end."""
         status = job.process.poll()  # before reading, so that nothing follows what is read
-        now = time.monotonic()
-        if job.trial.seconds < math.inf and (status is not None or now > job.noted + NOTED):
+        now, has_limit = time.monotonic(), job.trial.seconds < math.inf
+        if has_limit and (status is not None or now > job.noted + NOTED):
             found = self.results[job.trial.folder]
             self._record(found, seconds=found.seconds + now - job.noted)
             job.noted = now
-        if status is None and now > job.stopped + job.trial.grace:
+        if has_limit and status is None and now > job.stopped + GRACE:
             job.process.kill()
         elif status is None and not job.is_stopped and now > job.began + job.trial.seconds:
             job.is_late = job.is_pruned = True

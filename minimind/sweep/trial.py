@@ -58,8 +58,7 @@ class Trial:
     flags: dict[str, Any]
     refusal: str = ""  # why it cannot be trained
     environment: dict[str, str] = field(default_factory=dict)  # variables of its own
-    seconds: float = math.inf  # after which it is stopped
-    grace: float = math.inf  # seconds after which one that was stopped is killed
+    seconds: float = math.inf  # after which it is stopped, and killed after GRACE
 
 
 class Result(Checked):

@@ -49,7 +49,6 @@ GAIN = 1.02  # a change that gains less is not kept
 FINALISTS, REPEATS = 3, 3
 SEARCH = 2 / 3  # of the time, after which only the fastest are repeated
 SLOWEST, SHARE = 3.0, 0.1  # of the time of the run as given, and of all time: limit of a trial
-GRACE = 15.0  # seconds in which a trial that is stopped has to end
 WAITS = 0.02  # share of a step spent on waiting for rows from which num_workers is tried
 NONE = "none"  # of zero: without DeepSpeed
 # Settings of the DeepSpeed JSON, with the keys that get the value.
@@ -254,7 +253,7 @@ class Search:
                 flags |= self.given.flags_of(one.changes, json_file)
                 refusal = "" if turn else self.given.refusal(flags)
             shown = {"settings": one.name, "turn": turn}
-            yield Trial(folder, shown, flags, refusal, one.variables, limit, GRACE)
+            yield Trial(folder, shown, flags, refusal, one.variables, limit)
         self._read(one, turn, self.runner.results[self._folders[key]])
 
     def _read(self, one: Candidate, turn: int, result: Result) -> None:
@@ -303,7 +302,7 @@ class Search:
         command = f"{' '.join(words)} {shlex.join(map(masked, words_of(flags)))}"
         print(f"\n{aligned(rows, '<>>>>>><')}\n\n{best.name}:\n  {command}")
         if left := [n for n, one in self.candidates.items() if not (one.speeds or one.fault)]:
-            print(f"No time was left for {', '.join(left)}; raise --minutes.")
+            print(f"No time was left for {len(left)} candidates; raise --minutes to go on.")
         known = [{"settings": one.name, **asdict(one)} for one in (*ranked, *failed)]
         content = {"chosen": best.name, "command": command, "candidates": known, "left": left}
         write_whole(place / "tune.json", f"{json.dumps(content, indent=1)}\n".encode())
