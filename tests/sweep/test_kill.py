@@ -192,13 +192,8 @@ def test_a_tuner_that_is_killed_and_stopped_goes_on_and_measures_nothing_twice(
     flags: dict[str, Any] = {name: FLAGS[name] for name in list(FLAGS)[:6]}
     flags |= {"data_path": str(corpus), "cache_dir": str(tmp_path / "cache"), "batch_size": 4}
     flags |= {"device": "cpu", "dtype": "float32"}
-    words = [
-        "tune",
-        "--minutes",
-        "5",
-        "--",
-        *(w for n, v in flags.items() for w in (f"--{n}", str(v))),
-    ]
+    words = ["tune", "--minutes", "5", "--"]
+    words += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
     def begin() -> subprocess.Popen[str]:
         search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -228,11 +223,11 @@ def test_a_tuner_that_is_killed_and_stopped_goes_on_and_measures_nothing_twice(
     assert not [one for one in found["candidates"] if "other loss" in one["fault"]]
     records = {one.parent.name: json.loads(one.read_text()) for one in out.glob("*/trial.json")}
     assert sum(one["seconds"] for one in records.values()) <= 5 * 60 + 15
-    for name, record in records.items():
+    done = [name for name, record in records.items() if record["state"] == "done"]
+    assert {*done} >= {"trial-0000", "trial-0001", "trial-0002"}  # the last may come to no end
+    for name in done:
         starts = events(out / name, "run_start")
         assert len(starts) == (2 if name in ("trial-0001", "trial-0002") else 1), name
         assert {one["world_size"] for one in starts} == {2}
-        assert (record["state"], len(events(out / name, "exit"))) == ("done", len(starts))
-    speeds = [one["speeds"] for one in found["candidates"]]
-    assert sum(map(len, speeds)) == len(records)
-    assert len(speeds) >= 3
+        assert len(events(out / name, "exit")) == len(starts)
+    assert sum(len(one["speeds"]) for one in found["candidates"]) == len(done)
