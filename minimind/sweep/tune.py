@@ -30,17 +30,17 @@ from minimind.config.launcher_env import Launch
 from minimind.config.parse import build_config, build_parser, parse_flags, words_of
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, RunConfig, deepspeed_files
 from minimind.config.run_record import NAME, read_record
-from minimind.errors import PREEMPTED, TooFewRows, UsageError
+from minimind.errors import PREEMPTED, PeerError, TooFewRows, UsageError
 from minimind.report.history import Run
 from minimind.runtime.device import HOST, accelerator
 from minimind.runtime.durable_files import write_whole
 from minimind.runtime.environment import usable_cores
 from minimind.runtime.installed import LAUNCH
-from minimind.runtime.terminal import aligned, shorten_line
+from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked
 from minimind.sweep.run import Command, Runner, opened
 from minimind.sweep.sweep_file import OWNED
-from minimind.sweep.trial import MAX_REASON, PREFIX, WARM_UP, Progress, Result, Trial
+from minimind.sweep.trial import DIVERGED, FAILED, PREFIX, WARM_UP, Progress, Result, Trial
 
 METRIC = "tokens_per_second"
 STEPS = 12  # measured ones of a trial, after the warm-up
@@ -253,7 +253,9 @@ class Search:
                 flags |= self.given.flags_of(one.changes, json_file)
                 refusal = "" if turn else self.given.refusal(flags)
             shown = {"settings": one.name, "turn": turn}
-            yield Trial(folder, shown, flags, refusal, one.variables, limit)
+            yield Trial(
+                folder, shown, flags, refusal, {"NUM_MACHINES": "1", **one.variables}, limit
+            )
         self._read(one, turn, self.runner.results[self._folders[key]])
 
     def _read(self, one: Candidate, turn: int, result: Result) -> None:
@@ -269,9 +271,8 @@ class Search:
         one.speeds.append(result.metric)
         one.mib = max(one.mib, float(run.column("memory_mib")[-1]))
         is_exact = run.starts[-1].facts["dtype"] == "float32" and not self.flags.get("tf32")
-        for step, loss in zip(
-            run.column("step").tolist(), run.column("loss").tolist(), strict=True
-        ):
+        steps, losses = (run.column(name).tolist() for name in ("step", "loss"))
+        for step, loss in zip(steps, losses, strict=True):
             wanted, rounding = self.losses.setdefault(step, loss), 1e-4 if is_exact else 5e-3
             if not abs(loss - wanted) <= rounding * abs(wanted):
                 one.fault = f"other loss: {loss:.6g} at step {step:g}, not {wanted:.6g}"
@@ -287,24 +288,27 @@ class Search:
         place, given, best = self.runner.place, self.given, self.chosen()
         assert given is not None
         tokens = given.facts["tokens_per_step"]
-        ranked = sorted(self.able, key=lambda one: (-len(one.speeds[:2]), -one.speed))
-        failed = [one for one in self.candidates.values() if one.fault]
-        rows = [["settings", "ms/step", "tokens/s", "lowest", "highest", "runs", "MiB", ""]]
-        for one in ranked:
+        measured = [one for one in self.candidates.values() if one.speeds]
+        measured.sort(key=lambda one: (bool(one.fault), -len(one.speeds[:2]), -one.speed))
+        rows = [["settings", "ms/step", "tokens/s", "lowest", "highest", "trials", "MiB", ""]]
+        for one in measured:
             figures = one.speed, min(one.speeds), max(one.speeds), len(one.speeds), one.mib
             cells = [f"{1e3 * tokens / one.speed:,.1f}", *(f"{value:,.0f}" for value in figures)]
-            rows.append([one.name, *cells, "chosen" if one is best else ""])
-        rows += [[one.name, *[""] * 6, shorten_line(one.fault, MAX_REASON)] for one in failed]
+            rows.append([one.name, *cells, "chosen" if one is best else "out" * bool(one.fault)])
         flags = vars(build_parser().parse_args(argv))
         flags |= given.flags_of(best.changes, place / "deepspeed.json")
         variables = {"NUM_PROCESSES": given.facts["world_size"], **best.variables}
         words = [*(f"{name}={value}" for name, value in variables.items()), LAUNCH]
         command = f"{' '.join(words)} {shlex.join(map(masked, words_of(flags)))}"
-        print(f"\n{aligned(rows, '<>>>>>><')}\n\n{best.name}:\n  {command}")
-        if left := [n for n, one in self.candidates.items() if not (one.speeds or one.fault)]:
-            print(f"No time was left for {len(left)} candidates; raise --minutes to go on.")
-        known = [{"settings": one.name, **asdict(one)} for one in (*ranked, *failed)]
-        content = {"chosen": best.name, "command": command, "candidates": known, "left": left}
+        print(f"\n{aligned(rows, '<>>>>>><')}\n")
+        faults = [one for one in self.candidates.values() if one.fault]
+        print(*(f"{one.name}: {one.fault}\n" for one in faults), sep="", end="\n" * bool(faults))
+        gain = best.speed / self.first.speed
+        print(f"{best.name}: {gain:.2f} times the speed as given\n  {command}")
+        if left := sum(not (one.speeds or one.fault) for one in self.candidates.values()):
+            print(f"No time was left for {left} candidates; raise --minutes to go on.")
+        known = [{"settings": one.name, **asdict(one)} for one in self.candidates.values()]
+        content = {"chosen": best.name, "command": command, "candidates": known}
         write_whole(place / "tune.json", f"{json.dumps(content, indent=1)}\n".encode())
 
 
@@ -328,11 +332,15 @@ def trial_flags(run: RunConfig) -> dict[str, Any]:
 
 
 def end_of(status: int, progress: Progress, last_line: Callable[[], str]) -> dict[str, Any] | None:
-    """The fields of a Result: done at the last step, else failed. None: somebody stopped it."""
-    if status == PREEMPTED:
-        is_done = progress.steps >= WARM_UP + STEPS
-        return {"state": "done", "reason": "done"} if is_done else None
-    text = last_line() if status else f"the run ends at step {progress.steps}; give more text"
+    """The fields of a Result; None for an end that says nothing of the flags.
+
+    A crash may be for lack of memory.
+    """
+    if status == PREEMPTED and progress.steps >= WARM_UP + STEPS:
+        return {"state": "done", "reason": "done"}
+    if status not in (0, *FAILED, *DIVERGED, PeerError.status):
+        return None
+    text = last_line() if status else f"the run ends at step {progress.steps}; make it longer"
     return {"state": "failed", "reason": f"status {status}: {text}", "exit_status": status}
 
 

@@ -318,19 +318,20 @@ def test_the_table_the_command_and_the_files(tmp_path: Path, capsys: pytest.Capt
     values = {"zero": [1, 2, 3], "batch_size": [4, 8], "threads": [1, 2], "bucket_size": [500_000]}
     search, _ = tuned(tmp_path, process, values)
     search.conclude(WORDS)
-    table, command = capsys.readouterr().out.split("\n\n")[-2:]
+    table, faults, command = capsys.readouterr().out.split("\n\n")[-3:]
     name = "zero 1, batch_size 4, threads 2"
     assert table.splitlines()[1].split("  ")[0] == name
     assert table.splitlines()[1].endswith("chosen")
-    assert table.splitlines()[-1].endswith("status 10: the last line")
+    assert faults.splitlines()[0] == "zero 3: status 10: the last line"
+    assert command.startswith(f"{name}: 1.39 times the speed as given\n")
     assert "NUM_PROCESSES=2 OMP_NUM_THREADS=2" in command
     assert command.endswith(
         "--device cpu --dtype float32 --batch_size 4 --accumulation_steps 4"
         " --deepspeed_config zero1\n"
     )
     found = json.loads((tmp_path / "tune.json").read_text())
-    assert (found["chosen"], found["left"]) == (name, [])
-    best = found["candidates"][0]
+    assert found["chosen"] == name
+    (best,) = (one for one in found["candidates"] if one["settings"] == name)
     assert best["changes"] == {"zero": 1, "batch_size": 4, "threads": 2}
     assert len(best["speeds"]) == 4
 
