@@ -110,7 +110,7 @@ class Tune(OfRunFlags):
 
     example = "minimind tune --minutes 30 -- --model tiny --data_path my_text.jsonl"
     out_dir: Path = argument(Path("out/tune"), metavar="DIR")
-    """folder of the measurements: tune.json, deepspeed.json and the out_dir of each trial"""
+    """folder of the measurements: tune.json, a DeepSpeed JSON if one is needed, and each trial"""
     minutes: float = argument(30.0, gt=0)
     """time that all trials may take together"""
 
