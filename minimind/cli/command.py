@@ -323,7 +323,7 @@ def command_of(args: argparse.Namespace, run_flags: Sequence[str] = ()) -> Comma
     command_class: type[Command] = args.command_class
     command = command_class(**{name: getattr(args, name) for name in arguments_of(command_class)})
     if isinstance(command, OfRunFlags):
-        command.run_flags = [*run_flags]
+        command.run_flags = [word for word in run_flags if word != "--"]  # as before those of tune
     command.require_combined()
     return command
 

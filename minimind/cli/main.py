@@ -24,7 +24,7 @@ from minimind.cli.plan import Plan
 from minimind.cli.report import Doctor, Report, Scaling
 from minimind.cli.serve import Serve
 from minimind.cli.tokenizer import TOKENIZER
-from minimind.cli.train import CoordCheck, Launch, Sweep, Train
+from minimind.cli.train import CoordCheck, Launch, Sweep, Train, Tune
 from minimind.config.command_line import Parser, PrintCompletion, parser_of, unknown_argument
 from minimind.config.foreign_flags import equivalent_command
 from minimind.config.names import is_of_other_locale, suggest, utf8_fault
@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, type[Command] | Group] = {
     "train": Train,
     "launch": Launch,
     "sweep": Sweep,
+    "tune": Tune,
     "coord_check": CoordCheck,
     "init": Init,
     "generate": Generate,

@@ -1,4 +1,4 @@
-"""`minimind train`, `minimind launch`, `minimind sweep` and `minimind coord_check`.
+"""`minimind train`, `minimind launch`, `minimind sweep`, `minimind tune`, `minimind coord_check`.
 
 The first two are the start scripts of a checkout as commands.
 """
@@ -98,6 +98,28 @@ class Sweep(Command):
 
         with storing(f"--out_dir {self.out_dir}", "give another --out_dir"):
             return sweep(self.sweep, self.out_dir, self.parallel)
+
+
+@dataclass(kw_only=True)
+class Tune(OfRunFlags):
+    """Measure which settings train a run fastest on this machine.
+
+    What is trained stays the same. The flags of train_pretrain.py follow a --. The processes are
+    those of `minimind launch`. After a kill, the same command goes on with the time that is left.
+    """
+
+    example = "minimind tune --minutes 30 -- --model tiny --data_path my_text.jsonl"
+    out_dir: Path = argument(Path("out/tune"), metavar="DIR")
+    """folder of the measurements: tune.json, a DeepSpeed JSON if one is needed, and each trial"""
+    minutes: float = argument(30.0, gt=0)
+    """time that all trials may take together"""
+
+    def execute(self) -> int:
+        """Run or continue the trials; print their table and the command line to use."""
+        from minimind.sweep.tune import tune
+
+        with storing(f"--out_dir {self.out_dir}", "give another --out_dir"):
+            return tune(self.run_flags, self.out_dir, self.minutes)
 
 
 @dataclass(kw_only=True)

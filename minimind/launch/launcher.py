@@ -49,6 +49,7 @@ from minimind.runtime.process import (
     SCRIPT_PID,
     STATUS_FILE,
     STDERR_ON_STDIN,
+    kill_tree,
     read_claim,
     record_stop,
     stop_reason,
@@ -91,7 +92,7 @@ class Signals:
             self.torchrun.terminate()
         elif self.torchrun and number == signal.SIGINT and self.torchrun.poll() is None:
             self.ends_at_once = True
-            _kill_tree(self.torchrun.pid)
+            kill_tree(self.torchrun.pid)
 
     def run(self, words: Sequence[str], log: Path) -> int:
         """Run torchrun's process to its end; its own output goes to `log`."""
@@ -254,20 +255,6 @@ def make_scratch() -> Path:
             f"no folder can be made in {folder} (TMPDIR): {error.strerror}; {cure}name another"
             " there"
         ) from error
-
-
-def _kill_tree(pid: int) -> None:
-    """Kill a process and those below it, at the same time.
-
-    Below first: workers print stacks of C++ when torchrun, which has their store, ends.
-    """
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        for process in [*top.children(recursive=True), top]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 def _await_workers(place: Path) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from minimind.errors import RendezvousError, StorageError
-from minimind.runtime.process import LAUNCHER_PID, SCRIPT_PID
+from minimind.runtime.process import LAUNCHER_PID, SCRIPT_PID, SWEEP_PID
 
 COUNT, INDEX = range(1, 2**31), range(2**31)
 LAUNCHER_VARIABLES = ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")  # also read by launchers
@@ -29,7 +29,7 @@ RANGES = {
     **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK"), INDEX),
     "MASTER_PORT": range(1, 65_536),
     **dict.fromkeys(LAUNCHER_VARIABLES, COUNT),
-    **dict.fromkeys((SCRIPT_PID, LAUNCHER_PID), COUNT),
+    **dict.fromkeys((SCRIPT_PID, LAUNCHER_PID, SWEEP_PID), COUNT),
 }
 CHOICES = {"TORCH_DISTRIBUTED_DEBUG": ("OFF", "INFO", "DETAIL")}
 # Launchers that start tasks without torch's variables: those with the number of tasks, of which the

@@ -39,6 +39,7 @@ from minimind.runtime.process import (
     LAUNCHER_PID,
     SCRIPT_PID,
     STATUS_FILE,
+    SWEEP_PID,
     Claim,
     Progress,
     claim_status,
@@ -125,7 +126,7 @@ class Ending:
         # The launcher; without one the parent is a shell, which may exit before the run.
         is_launched = any(name == "RANK" or name.startswith("ACCELERATE_") for name in os.environ)
         self._parent = os.getppid() if is_launched else None
-        named = (os.environ.get(name) for name in (LAUNCHER_PID, SCRIPT_PID))
+        named = (os.environ.get(name) for name in (LAUNCHER_PID, SCRIPT_PID, SWEEP_PID))
         # Values that are not numbers are refused later (minimind/runtime/environment.py).
         self._launchers = [int(pid) for pid in named if pid and pid.isdecimal()]
         self._over = 0.0  # seconds since another rank of this host reported its end

@@ -20,6 +20,7 @@ STATUS_FILE = "MINIMIND_STATUS_FILE"
 STDERR_ON_STDIN = "MINIMIND_STDERR_ON_STDIN"
 SCRIPT_PID = "MINIMIND_SCRIPT_PID"
 LAUNCHER_PID = "MINIMIND_LAUNCHER_PID"
+SWEEP_PID = "MINIMIND_SWEEP_PID"  # the command whose trial the run is
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by torchrun for each worker
 
 # launcher.py writes it next to the status file: why it passes a stop on as SIGTERM.
@@ -61,6 +62,20 @@ def record_stop(reason: str) -> None:
         stop = Path(path).with_name(STOP_FILE)
         with suppress(OSError), open(stop, "x", encoding="utf-8") as file:
             file.write(f"{reason}\n")
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and those below it, at the same time.
+
+    Below first: workers print stacks of C++ when torchrun, which has their store, ends.
+    """
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for process in [*top.children(recursive=True), top]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 class StopRequest:

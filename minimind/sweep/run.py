@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -56,6 +57,8 @@ from minimind.sweep.trial import (
 from minimind.train.inputs import require_inputs
 
 ACCEPTED = "sweep.json"  # what the trials in the folder have in common
+NOTED = 5.0  # seconds between two notes of the time that a trial has taken
+GRACE = 15.0  # seconds in which a trial with a time limit ends once it is stopped
 LOCK = ".lock"  # the file of lock_out_dir
 ORPHAN_SECONDS = 20.0  # time in which the processes of a killed sweep end
 
@@ -67,6 +70,8 @@ class Command(NamedTuple):
     max_failures: int  # trials in a row that may fail before it ends
     changes: str  # what may change in a folder
     other_runs: str  # the remedy where no trial has a metric
+    is_launched: bool = False  # a trial is a `minimind launch`, on all GPUs
+    end_of: Callable[[int, Progress, Callable[[], str]], dict[str, Any] | None] = end_of
 
 
 SWEEP = Command(
@@ -88,6 +93,7 @@ class Process(Protocol):
         """Ask it to save and exit with status 75."""
         ...
 
+    def kill(self) -> None: ...
     def last_line(self) -> str: ...
 
 
@@ -97,9 +103,16 @@ class _Running:
     process: Process
     progress: Progress
     environment: dict[str, str]
-    seen: set[int] = field(default_factory=set)  # steps of validations
+    began: float
+    noted: float  # up to then its seconds are recorded
     is_pruned: bool = False
-    is_stopped: bool = False
+    is_late: bool = False
+    seen: set[int] = field(default_factory=set)  # steps of validations
+    stopped: float = math.inf  # when it was asked to stop
+
+    @property
+    def is_stopped(self) -> bool:
+        return math.isfinite(self.stopped)
 
 
 class Runner:
@@ -134,7 +147,7 @@ class Runner:
             if found.state == "running":
                 wait_for_end(self.place / folder, ORPHAN_SECONDS)
                 progress = Progress(self.place / folder, self.metric)
-                end = end_of(progress.exit_status, progress, str)
+                end = self.command.end_of(progress.exit_status, progress, str)
                 if end and end["state"] != "failed":  # it ended before it could be recorded
                     self._end(folder, progress, end)
                     continue
@@ -227,27 +240,40 @@ class Runner:
         return next((t for t in rest if not (t.folder in known and known[t.folder].is_over)), None)
 
     def _begin(self, trial: Trial) -> None:
-        found = Result(folder=trial.folder, parameters=trial.parameters)
+        known = self.results.get(trial.folder)
+        seconds = known.seconds if known else 0.0
+        found = Result(folder=trial.folder, parameters=trial.parameters, seconds=seconds)
         if trial.refusal:
             self._record(found, state="failed", reason=trial.refusal, is_over=True)
             print(f"{trial.folder}: {trial.refusal}", flush=True)
             return
         self._record(found)
         run_dir, environment = self.place / trial.folder, self._free.pop(0)
-        process = self.start({**trial.flags, "out_dir": str(run_dir)}, environment)
+        variables = {**environment, **trial.environment}
+        process = self.start({**trial.flags, "out_dir": str(run_dir)}, variables)
         progress = Progress(run_dir, self.metric)
-        self._running.append(_Running(trial, process, progress, environment))
+        now = time.monotonic()
+        self._running.append(_Running(trial, process, progress, environment, now, now))
         print(f"{trial.folder}: {parameters_text(trial.parameters)}", flush=True)
 
     @staticmethod
     def _ask_to_stop(job: _Running) -> None:
         if not job.is_stopped:
-            job.is_stopped = True
+            job.stopped = time.monotonic()
             job.process.stop()
 
     def _look_at(self, job: _Running, is_to_be_pruned: Callable[[dict[int, float]], bool]) -> None:
-        """Prune a trial by its new validations, and record its end."""
+        """Prune a trial by its new validations or its time, and record its end."""
         status = job.process.poll()  # before reading, so that nothing follows what is read
+        now, has_limit = time.monotonic(), job.trial.seconds < math.inf
+        if has_limit and (status is not None or now > job.noted + NOTED):
+            found = self.results[job.trial.folder]
+            self._record(found, seconds=found.seconds + now - job.noted)
+            job.noted = now
+        if has_limit and status is None and now > job.stopped + GRACE:
+            job.process.kill()
+        elif status is None and not job.is_stopped and now > job.began + job.trial.seconds:
+            job.is_late = job.is_pruned = True
         job.progress.read()
         finite = {step: value for step, value in job.progress.curve.items() if math.isfinite(value)}
         for new in finite.keys() - job.seen if status is None and not job.is_stopped else ():
@@ -262,10 +288,13 @@ class Runner:
             self._finish(job, status)
 
     def _finish(self, job: _Running, status: int) -> None:
-        end = end_of(status, job.progress, job.process.last_line)
+        end = self.command.end_of(status, job.progress, job.process.last_line)
         if job.is_pruned and end is None:  # it may not have listened to signals yet
             text = f"pruned at step {job.progress.steps:,}"
             end = {"state": "pruned", "reason": text, "exit_status": PREEMPTED}
+        if job.is_late and (end is None or end["state"] != "done"):
+            text = f"stopped after {job.trial.seconds:.0f} s, at step {job.progress.steps:,}"
+            end = {"state": "pruned", "reason": text, "is_over": False}  # with more time it ends
         if end is None or (status and not job.is_pruned and self.stop.reason):
             self._interrupt(job, status)
         else:
@@ -273,7 +302,7 @@ class Runner:
 
     def _end(self, folder: str, progress: Progress, end: dict[str, Any]) -> None:
         read = {"curve": progress.curve, "steps": progress.steps}
-        ended = self._record(self.results[folder], is_over=True, **end, **read)
+        ended = self._record(self.results[folder], **{"is_over": True, **end, **read})
         if ended.state == "failed":
             self._failed.append(ended)
         elif not self._has_failed:
@@ -361,7 +390,7 @@ def opened(
     Raise UsageError if the folder is of other trials: `common` is what they share, from the file
     `path`. Only a new folder needs the files of `runs`, the settings of trials.
     """
-    gpus = _gpus(runs[0].device, parallel)
+    gpus = [] if command.is_launched else _gpus(runs[0].device, parallel)
     environments = environments_of(gpus, parallel or max(1, len(gpus)))
     names = {path.name for path in disk.matching(place, "*")}
     if ACCEPTED not in names:
@@ -378,7 +407,8 @@ def opened(
         accept(command, common, path, place)
         stop = StopRequest()
         stop.listen()
-        yield Runner(command, metric, place, environments, stop, TrialProcess)
+        start = partial(TrialProcess, program="launch") if command.is_launched else TrialProcess
+        yield Runner(command, metric, place, environments, stop, start)
 
 
 def accept(command: Command, common: dict[str, Any], path: str, place: Path) -> None:

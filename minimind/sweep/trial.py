@@ -17,21 +17,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from minimind.checkpoint.run_folder import METRICS
 from minimind.config.parse import words_of
 from minimind.errors import DataError, MemoryFull, NumericError, RunError, StorageError, UsageError
 from minimind.report import formats
-from minimind.report.history import Run, number
+from minimind.report.history import COLUMNS, Run, number
 from minimind.runtime import disk
 from minimind.runtime.durable_files import read_small_text, write_whole
 from minimind.runtime.environment import module_path, usable_cores
-from minimind.runtime.process import LAUNCHER_PID
+from minimind.runtime.process import SWEEP_PID, kill_tree
 from minimind.runtime.terminal import aligned, printable, shorten_line
 from minimind.runtime.urls import masked
 from minimind.sweep.sweep_file import Checked, Sweep
@@ -44,6 +45,7 @@ PREFIX = "trial-"  # prefix of folders
 RECORD = "trial.json"
 LOG = "log.txt"  # file in the folder of a trial with everything its process prints
 TAIL = 4000  # bytes of the log that are searched for the last line
+WARM_UP = 4  # steps that no median of steps counts: in the first ones the model is compiled
 POLL = 0.2  # seconds between two looks at a process
 
 
@@ -55,6 +57,8 @@ class Trial:
     parameters: dict[str, Any]  # what the table shows of it
     flags: dict[str, Any]
     refusal: str = ""  # why it cannot be trained
+    environment: dict[str, str] = field(default_factory=dict)  # variables of its own
+    seconds: float = math.inf  # after which it is stopped, and killed after GRACE
 
 
 class Result(Checked):
@@ -68,6 +72,7 @@ class Result(Checked):
     is_over: bool = False  # it is not run again
     curve: dict[int, float] = Field(default={})  # metric of each validation by step, perhaps NaN
     steps: int = 0  # step of the newest step line or validation
+    seconds: float = 0.0  # that all of its starts took, if the trial has a time limit
 
     @property
     def metric(self) -> float:
@@ -87,7 +92,10 @@ class Result(Checked):
 
 
 class Progress:
-    """The validations of a run, read on as it appends them to metrics.jsonl."""
+    """The validations of a run, read on as it appends them to metrics.jsonl.
+
+    Of a metric of steps, the curve is their median up to the newest one, after the warm-up.
+    """
 
     def __init__(self, run_dir: Path, metric: str) -> None:
         self._run, self._metric = Run(run_dir), metric
@@ -108,6 +116,9 @@ class Progress:
         if run.read():
             events = run.events("eval")
             self.curve = {event["step"]: number(event.get(self._metric)) for event in events}
+            if self._metric in COLUMNS:
+                values = run.column(self._metric)[run.column("step") > WARM_UP]
+                self.curve = {int(run.last_step): float(np.median(values))} if len(values) else {}
             self.steps = int(max(run.last_step, *self.curve, 0))
             end = (run.starts[-1].end if run.starts else None) or {}
             self.exit_status = int(number(end.get("status"), -1))
@@ -168,16 +179,18 @@ def command_line(flags: Mapping[str, Any]) -> str:
 
 
 class TrialProcess:
-    """`minimind train` with `flags` in a process of its own, which ends if this one is killed.
+    """`minimind PROGRAM` with `flags` in processes of its own, which end if this one is killed.
 
     The log is its standard output, locked as long as the process lives.
     """
 
-    def __init__(self, flags: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, flags: Mapping[str, Any], environment: Mapping[str, str], program: str = "train"
+    ) -> None:
         self._log = Path(flags["out_dir"], LOG)
-        words = [sys.executable, "-m", "minimind.cli.main", "train", *words_of(flags)]
+        words = [sys.executable, "-m", "minimind.cli.main", program, *words_of(flags)]
         # A run ends soon after the process of that variable.
-        variables = {**os.environ, **module_path(), **environment, LAUNCHER_PID: str(os.getpid())}
+        variables = {**os.environ, **module_path(), **environment, SWEEP_PID: str(os.getpid())}
         with open(self._log, "ab") as log:
             with suppress(BlockingIOError):  # an older process: the run will say that it is there
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -192,6 +205,10 @@ class TrialProcess:
     def stop(self) -> None:
         """Ask it to save and exit with status 75, as a user does."""
         self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it with its workers, which may hang."""
+        kill_tree(self._process.pid)
 
     def last_line(self) -> str:
         with open(self._log, "rb") as log:

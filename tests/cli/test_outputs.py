@@ -36,6 +36,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "tokenizer train": ("tokenizer train TEXT --vocab_size 600 --out OUT", "--force"),
     "sweep": ("sweep SWEEP --out_dir OUT", ""),
     "scaling, run": ("scaling run LADDER --out_dir OUT", ""),
+    "tune": ("tune --data_path TEXT --out_dir OUT", ""),
 }
 FILES: dict[str, tuple[str, str]] = {
     "report": ("report RUN --out OUT", "--force"),

@@ -193,7 +193,7 @@ def _minimind(given: Sequence[str], environ: Environ) -> None:
     if args.command == "train":
         dry_run(rest, environ)
     elif issubclass(args.command_class, OfRunFlags):
-        _by_script(rest, environ)
+        _by_script([word for word in rest if word != "--"], environ)
     elif rest:
         raise UsageError(f"minimind {args.command} knows no {rest[0]}")
 

@@ -164,6 +164,11 @@ SMALLEST = [
         "TEXT.jsonl --model tiny --rows 1 --rounds 2 --warm 1 --dtype float32",
         ("tokens/s", "speed", "by CPU", "MiB", *LOOPS),
     ),
+    Small(
+        "tune",
+        "TEXT.jsonl --work DIR --minutes 3 --rounds 1 --try batch_size=2,4",
+        ("tokens_per_second", "best", "chosen", "behind_best"),
+    ),
     Small("units", "--model tiny --rounds 2 --rows 1 --dtype float32", ("kept", "again", "time")),
 ]
 # What runs in a test of its own, with checks of its figures.

@@ -242,7 +242,9 @@ def test_a_term_after_a_peers_report_prints_nothing_and_keeps_the_status(tmp_pat
     assert (started.returncode, report) == (3, "")
 
 
-@pytest.mark.parametrize("variable", ["MINIMIND_LAUNCHER_PID", "MINIMIND_SCRIPT_PID"])
+@pytest.mark.parametrize(
+    "variable", [f"MINIMIND_{name}_PID" for name in ("LAUNCHER", "SCRIPT", "SWEEP")]
+)
 def test_a_worker_ends_when_a_launcher_is_gone_even_as_a_zombie(variable: str, tmp_path: Path):
     launcher = subprocess.Popen(["sleep", "600"])
     started = stuck(tmp_path, **{variable: str(launcher.pid)})

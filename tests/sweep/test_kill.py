@@ -181,3 +181,53 @@ def test_a_killed_scaling_run_goes_on_and_predicts_its_last_run(corpus: Path, tm
     starts = [len(events(out / f"trial-{n:04d}", "run_start")) for n in range(5)]
     assert starts == [1, 2, 1, 1, 1]
     assert (out / "scaling.html").stat().st_size > 1e6
+
+
+@pytest.mark.launch
+@pytest.mark.long
+def test_a_tuner_that_is_killed_and_stopped_goes_on_and_measures_nothing_twice(
+    corpus: Path, tmp_path: Path
+):
+    """Two processes a trial, and room for some settings only."""
+    flags: dict[str, Any] = {name: FLAGS[name] for name in list(FLAGS)[:6]}
+    flags |= {"data_path": str(corpus), "cache_dir": str(tmp_path / "cache"), "batch_size": 4}
+    flags |= {"device": "cpu", "dtype": "float32"}
+    words = ["tune", "--minutes", "5", "--"]
+    words += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+    def begin() -> subprocess.Popen[str]:
+        search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environ = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+        program = [sys.executable, "-m", "minimind.cli.main", *words]
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(program, env=environ, cwd=tmp_path, text=True, **streams)
+
+    def wait_for_step(folder: Path) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not events(folder, "step"):
+            assert time.monotonic() < deadline, folder
+            time.sleep(0.02)
+
+    out = tmp_path / "out" / "tune"
+    for number, name in ((signal.SIGKILL, "trial-0001"), (signal.SIGTERM, "trial-0002")):
+        command = begin()
+        wait_for_step(out / name)
+        command.send_signal(number)
+        _, errors = command.communicate(timeout=PATIENCE)
+        assert command.returncode == (75 if number == signal.SIGTERM else -signal.SIGKILL), errors
+    text, errors = begin().communicate(timeout=2 * PATIENCE)
+    assert errors == ""
+    found = json.loads((out / "tune.json").read_text())
+    assert "NUM_PROCESSES=2 " in found["command"]
+    assert f"\n{found['chosen']} " in text
+    assert not [one for one in found["candidates"] if "other loss" in one["fault"]]
+    records = {one.parent.name: json.loads(one.read_text()) for one in out.glob("*/trial.json")}
+    assert sum(one["seconds"] for one in records.values()) <= 5 * 60 + 15
+    done = [name for name, record in records.items() if record["state"] == "done"]
+    assert {*done} >= {"trial-0000", "trial-0001", "trial-0002"}  # the last may come to no end
+    for name in done:
+        starts = events(out / name, "run_start")
+        assert len(starts) == (2 if name in ("trial-0001", "trial-0002") else 1), name
+        assert {one["world_size"] for one in starts} == {2}
+        assert len(events(out / name, "exit")) == len(starts)
+    assert sum(len(one["speeds"]) for one in found["candidates"]) == len(done)

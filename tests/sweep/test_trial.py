@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from minimind.errors import RendezvousError
 from minimind.runtime.hardware import parse_use
-from minimind.sweep.trial import Progress, command_line, environments_of
+from minimind.sweep.trial import WARM_UP, Progress, TrialProcess, command_line, environments_of
 
 SMI = "0, GPU-aaaa, 3\n1, GPU-bbbb, 40000\n2, GPU-cccc, [N/A]\n3, GPU-dddd, 900\n"
 
@@ -36,6 +39,40 @@ def test_validations_are_read_as_they_are_written(tmp_path: Path):
     assert [*progress.curve] == [5, 10]
     assert math.isnan(progress.value)
     assert (progress.steps, progress.exit_status) == (10, 6)
+
+
+def test_a_metric_of_steps_is_their_median_after_the_warm_up(tmp_path: Path):
+    lines = ['{"event": "run_start", "step": 0}\n']
+    lines += [f'{{"event": "step", "step": {n}, "step_ms": {n}.5}}\n' for n in range(1, 8)]
+    progress = Progress(tmp_path, "step_ms")
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[: WARM_UP + 1]))
+    progress.read()
+    assert (progress.steps, progress.curve) == (WARM_UP, {})
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    progress.read()
+    assert (progress.steps, progress.curve) == (7, {7: 6.5})
+
+
+def test_a_trial_that_hears_no_signal_is_killed_with_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    program = tmp_path / "python"
+    hang = 'trap "" TERM; (sleep 600) & echo $! > child; mv child worker; while :; do wait; done'
+    program.write_text(f'#!/bin/sh\ncd "{tmp_path}"\n{hang}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    trial = TrialProcess({"out_dir": str(tmp_path)}, {}, "launch")
+    while not (tmp_path / "worker").exists():
+        time.sleep(0.01)
+    worker = psutil.Process(int((tmp_path / "worker").read_text()))
+    trial.stop()
+    assert trial.poll() is None
+    trial.kill()
+    while trial.poll() is None:
+        time.sleep(0.01)
+    assert trial.poll() == -9
+    psutil.wait_procs([worker], timeout=10)
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(

@@ -487,9 +487,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
 }
 # The keys that this package reads in sections whose other names DeepSpeed judges.
 READ: dict[str, tuple[Key, ...]] = {
-    "autotuning": (
-        Key("enabled", only=(False,), why="`minimind plan` finds the micro-batch that fits"),
-    ),
+    "autotuning": (Key("enabled", only=(False,), why="`minimind tune` measures settings"),),
     "data_efficiency": (Key("enabled", only=(False,), why="the row order is this package's own"),),
     "data_efficiency.data_routing.random_ltd": (
         Key("enabled", only=(False, None), why="no layer drops tokens"),
