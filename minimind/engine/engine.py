@@ -118,6 +118,12 @@ class Engine(Ranks):
         self.counts_targets = self.is_fine_tuning or has_padding
         # Number of positions whose logits are computed at a time; 0: all.
         self.loss_chunk_size = LOSS_CHUNK if resolved.run.loss == "chunked" else 0
+        # Arguments of the model for the loss of a training step.
+        self.trained_loss: dict[str, Any] = {"loss_chunk_size": self.loss_chunk_size}
+        if run.own_loss:
+            from minimind.model.own_loss import OwnLoss
+
+            self.trained_loss["own_loss"] = OwnLoss.imported(run.own_loss)
         # Validation is not compiled: on a GPU our models always compute parts.
         in_parts = self.kind is not HOST and resolved.run.hugging_face is None
         self.eval_chunk_size = LOSS_CHUNK if in_parts else self.loss_chunk_size
@@ -197,7 +203,7 @@ class Engine(Ranks):
                     rows = rows.to(self.device, non_blocking=self.kind.pins)
                     clock.mark("data")
                     inputs = self.inputs_of(rows)
-                    out = backend.forward(**inputs, loss_chunk_size=self.loss_chunk_size)
+                    out = backend.forward(**inputs, **self.trained_loss)
                     self._wait_for_compilation()
                     clock.mark("forward")
                     backend.backward(mean_loss(out, divisor))

@@ -6,7 +6,6 @@ Both are called on every rank with the numbers of rank 0. One rank that asks for
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 from minimind.errors import UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks, run_on_all_ranks
-from minimind.runtime.terminal import first_lines, shorten_line
+from minimind.runtime.terminal import first_lines, shorten_line, trace_lines
 
 Hook = Callable[[int, dict[str, Any]], bool | None]
 
@@ -64,11 +63,10 @@ def answer(name: str, hook: Hook, step: int, numbers: dict[str, Any]) -> bool:
     try:
         returned: object = hook(step, numbers)
     except Exception as error:
-        own = error.__traceback__ and error.__traceback__.tb_next
-        trace = "".join(traceback.format_exception(type(error), error, own)).splitlines()
-        what = f"{type(error).__name__}: {first_lines(error, 1)}"
         raise UsageError(
-            f"{name} raised {what}, at step {step}; correct it, and run again to go on", table=trace
+            f"{name} raised {type(error).__name__}: {first_lines(error)}, at step {step}; correct"
+            " it, and run again to go on",
+            table=trace_lines(error),
         ) from error
     if returned is None or isinstance(returned, bool):
         return returned is True

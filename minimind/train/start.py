@@ -130,6 +130,10 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         schedule = plan_length(known, world_size, model, None)
     if schedule is not None:
         require_traceable(known, schedule.total_steps)
+    if known.own_loss:
+        from minimind.model.own_loss import OwnLoss
+
+        OwnLoss.imported(known.own_loss).require_sums(model.vocabulary(known))
     resolved = setup.complete(resolved, known, schedule)
     return Plan(setup, resolved, initial, text, prepared, order, schedule)
 
