@@ -32,7 +32,7 @@ MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import th
 AUTO = "auto"  # value of a flag that the start decides (config/rules.py)
 EPOCH = "epoch"  # value of an interval: the steps of one pass, which the start counts
 CODE = "MODULE:FUNCTION"  # placeholder of the value of a flag that takes a user's function
-OWN_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+OWN_CODE = re.compile(r"(?!.*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 MIXED = "bf16-mixed"  # value of --dtype: products in bf16 by torch.autocast, all else in fp32
 
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).

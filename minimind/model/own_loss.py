@@ -95,7 +95,9 @@ class OwnLoss:
             targets = torch.randint(vocabulary, (4, 6))
             whole, grad = self._with_gradient(logits, targets)
             if not (math.isfinite(whole) and grad.isfinite().all()):
-                raise self.fault(f"is {whole} for random logits", "make its sum and gradient finite")
+                raise self.fault(
+                    f"is {whole} for random logits", "make its sum and gradient finite"
+                )
             if not grad.any():
                 raise self.fault("has no gradient", "compute it from the logits, by torch")
             first, _ = self._with_gradient(logits[:1], targets[:1])
