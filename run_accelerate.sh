@@ -2,7 +2,7 @@
 # Start train_pretrain.py on all GPUs, or on two CPU processes, through Accelerate: under DeepSpeed,
 # or without it where CONFIG_FILE says distributed_type: MULTI_GPU, MULTI_CPU or NO.
 #
-#   bash run_accelerate.sh [FLAGS of train_pretrain.py ...]
+#   bash run_accelerate.sh [MY_RUN.py] [FLAGS of train_pretrain.py ...]
 #
 # Environment: CONFIG_FILE (configs/accelerate_config.yaml), OMP_NUM_THREADS (CPU cores / processes),
 # PYTHON (that of .venv here, whichever conda or virtual environment is active; else the active one),
@@ -13,7 +13,8 @@
 # 8 in use, 9 port, 10 out of memory, 11 corruption, 70 bug, 75 stopped and saved: run it again, 130
 # Ctrl-C twice), not torchrun's 1.
 # Works from any directory. docs/launching.md: several hosts, Slurm, other launchers. Where the
-# package is installed without a checkout, `minimind launch` starts the same launcher.
+# package is installed without a checkout, `minimind launch` starts the same launcher. MY_RUN.py is a
+# script that calls minimind.train (docs/own_code.md); all processes run it instead.
 set -euo pipefail
 
 # The folder of the script itself, not of a link to it; readlink -f is GNU's.

@@ -22,7 +22,7 @@ if not __package__:  # run as a script: the package is that of this checkout, wh
 from minimind.cli import main as cli
 from minimind.cli.command import Argument, arguments_of, count_of_bytes, size_in_bytes
 from minimind.config.command_line import EXAMPLE, all_parsers, commands_of
-from minimind.config.flags import FLAGS, Flag, format_default
+from minimind.config.flags import CODE, FLAGS, Flag, format_default
 from minimind.config.foreign_flags import COMMANDS, TABLES
 from minimind.config.foreign_flags import rows as foreign_rows
 
@@ -109,7 +109,7 @@ def _field_row(name: str, spec: Flag) -> Row:
     """The row of a flag of train_pretrain.py."""
     value = ", ".join(filter(None, [KINDS[spec.type], spec.limits]))
     if spec.choices:
-        value = _choices(spec.choices)
+        value = _choices(spec.choices) + f", {CODE}" * spec.takes_code
     if spec.repeats:
         value = f"{spec.repeats}, repeated"
     default = _default(spec.unset if spec.default is None else spec.default)

@@ -40,7 +40,8 @@ class Layout:
     drops: bool = False  # --dropout
     optimizer: str = "adamw"
     moments: int = 2  # fp32 numbers kept per weight; Muon keeps one fewer for matrices of blocks
-    loss: str = "full"  # full, chunked, or auto: chunked on a GPU if nothing is compiled
+    # full, chunked, or auto: chunked on a GPU if nothing is compiled; or MODULE:FUNCTION
+    loss: str = "full"
     sequence: int = 1  # processes that divide the positions of a row
     tensor: int = 1  # processes that share each matrix of a block
     # Elements at stage 3, DeepSpeed's defaults: of all gathered weights, and of the largest weight
@@ -313,11 +314,12 @@ def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
     """Bytes of the loss of `tokens` positions, or of a chunk of them, at its peak.
 
     Eager: fp32 log-probabilities and two gradients of that size. Compiled: the logits and their
-    gradient in the dtype of products.
+    gradient in the dtype of products. A loss of the user's own is not compiled.
     """
     if layout.chunks_loss:
         tokens = min(tokens, LOSS_CHUNK)
-    per_logit = 2 * layout.product if layout.is_compiled else 3 * FP32
+    is_fused = layout.is_compiled and ":" not in layout.loss
+    per_logit = 2 * layout.product if is_fused else 3 * FP32
     return tokens * shape.vocab_size * per_logit
 
 

@@ -7,7 +7,7 @@ read without running its code: keys that fetch or run code are refused.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
@@ -33,7 +33,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from minimind.errors import CheckpointError, UsageError
 from minimind.model.causal_lm import MiniMindForCausalLM, MiniMindOutput
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.loss import next_token_loss
+from minimind.model.loss import next_token_loss, own_sum
 from minimind.model.masks import document_positions
 from minimind.runtime.checked_json import shown
 from minimind.runtime.terminal import first_lines
@@ -42,7 +42,7 @@ from minimind.runtime.terminal import first_lines
 def model_of(config: PretrainedConfig) -> Any:
     """Build the model of a configuration, ours or transformers', with random fp32 weights.
 
-    Either has `forward(input_ids=, shift_labels=, loss_chunk_size=, loss_by_row=,
+    Either has `forward(input_ids=, shift_labels=, loss_chunk_size=, loss_by_row=, own_loss=,
     document_starts=)`, which returns loss_sum and targets.
     """
     if isinstance(config, MiniMindConfig):
@@ -84,6 +84,7 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
         *args: Any,
         loss_chunk_size: int | None = None,
         loss_by_row: bool = False,
+        own_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         document_starts: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -93,7 +94,10 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
             return model_class.forward(self, *args, **kwargs)
         targets_BT = kwargs.pop("shift_labels")
         logits = model_class.forward(self, *args, use_cache=False, **kwargs).logits
-        loss_sum, targets = next_token_loss(logits, targets_BT, by_row=loss_by_row)
+        if own_loss is None:
+            loss_sum, targets = next_token_loss(logits, targets_BT, by_row=loss_by_row)
+        else:
+            loss_sum, targets = own_sum(own_loss, logits, targets_BT)
         return MiniMindOutput(loss_sum=loss_sum, targets=targets)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:

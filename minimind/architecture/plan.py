@@ -219,6 +219,11 @@ def plan_text(
             f"time        {needed / 3600:.3g} hours for {machine.tokens:.3g} tokens on"
             f" {world_size} x {machine.peak_tflops:g} TFLOPS at {mfu:.0%} MFU ({source})"
         )
+    if run.own_loss:
+        lines.append(
+            f"loss        {run.own_loss}: all logits of a micro-batch at once, and what it holds"
+            " beside them is not counted"
+        )
     return "\n".join([*lines, "", *_table(shape, here, machine.memory)])
 
 

@@ -1,6 +1,6 @@
 """The architecture of a run: our decoder, or a transformers model given by a config.json.
 
-Both classes have config, build, identity, parameters, flops_per_token, costs and
+Both classes have config, build, identity, parameters, flops_per_token, vocabulary, costs and
 start_summary_line. The scaling of rotary positions follows from --rope_scaling and the model that
 the run starts from.
 """
@@ -142,6 +142,10 @@ class MiniMind:
         """FLOPs of one token's forward and backward pass."""
         return flops_per_token(shape_of(self.with_rows(run)))
 
+    def vocabulary(self, run: RunConfig) -> int:
+        """Width of the logits."""
+        return self.with_rows(run).vocab_size
+
     def with_vocabulary(self, vocab_size: int) -> MiniMind:
         return MiniMind(vocab_size)
 
@@ -190,6 +194,10 @@ class HuggingFace:
                 f"{by}: has {vocab_size} pieces, more than vocab_size ="
                 f" {self.parsed.vocab_size} of {self.path}; use a smaller tokenizer, or raise it"
             )
+
+    def vocabulary(self, run: RunConfig) -> int:
+        """Width of the logits."""
+        return self.parsed.vocab_size
 
     def with_vocabulary(self, vocab_size: int) -> HuggingFace:
         parsed = deepcopy(self.parsed)

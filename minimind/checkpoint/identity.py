@@ -66,7 +66,7 @@ def identity(
             **({"rows_left_out": _brief(order.left_out)} if order.left_out else {}),
         },
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint, **_template(run, prepared)},
-        "model": model,
+        "model": model | _own_loss(run),
         "dtype": {"dtype": "tf32" if run.tf32 else run.dtype},
         "seed": {"seed": run.seed},
     }
@@ -83,6 +83,15 @@ def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:
     told = {"template_date": run.template_date, "chat_template_kwargs": run.chat_template_kwargs}
     told = {name: value for name, value in told.items() if value is not None}
     return {"chat_template": sha256(source.encode()).hexdigest(), **told}
+
+
+def _own_loss(run: RunConfig) -> dict[str, str]:
+    """Name of a loss of the user's own, and a digest of its module."""
+    if run.own_loss is None:
+        return {}
+    from minimind.model.own_loss import OwnLoss
+
+    return {"loss": f"{run.own_loss} ({OwnLoss.imported(run.own_loss).digest()[:8]})"}
 
 
 def _brief(left_out: Ranges) -> str:

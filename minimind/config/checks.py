@@ -221,6 +221,11 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
         "{loss} is only for the built-in decoder, and --model {model.value} is a model of"
         " transformers; {loss.drop}",
     ),
+    Rule(
+        lambda run: run.own_loss and run.compile == "on",
+        "{loss} is not compiled, and {compile} compiles all of a model of transformers;"
+        " {loss.drop}, or {compile.drop}",
+    ),
 )
 DECODER_RULES: tuple[Rule, ...] = (
     Rule(
@@ -387,6 +392,16 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
             and _refusal(template_variables, run.chat_template_kwargs, error=ValueError)
         ),
         "{chat_template_kwargs} {refusal}; correct it",
+    ),
+    Rule(
+        lambda run: run.own_loss and run.loss_weight,
+        "{loss} sums over all rows, and {loss_weight} weighs them; {loss.drop}, or"
+        " {loss_weight.drop}",
+    ),
+    Rule(
+        lambda run: run.own_loss and run.sequence_parallel > 1,
+        "{loss} needs whole rows, and {sequence_parallel} divides them; {loss.drop}, or"
+        " {sequence_parallel.drop}",
     ),
     Rule(
         lambda run: run.mup_base_dim is not None and not OPTIMIZERS[run.optimizer].normalizes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -30,6 +31,8 @@ MOST_EXPERTS = 1024  # per layer
 MAX_ROPE_FACTOR = 1024  # also MAX_FACTOR of the model, which does not import this package
 AUTO = "auto"  # value of a flag that the start decides (config/rules.py)
 EPOCH = "epoch"  # value of an interval: the steps of one pass, which the start counts
+CODE = "MODULE:FUNCTION"  # placeholder of the value of a flag that takes a user's function
+OWN_CODE = re.compile(r"(?!.*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 MIXED = "bf16-mixed"  # value of --dtype: products in bf16 by torch.autocast, all else in fp32
 
 # Groups of settings that must match the checkpoint on resume (checkpoint/identity.py).
@@ -77,6 +80,7 @@ class Flag:
     repeats: str = ""  # placeholder of the value of a flag that may be given several times
     needs: str = ""  # condition without which the flag has no effect
     excludes: Mapping[str, str] = field(default_factory=dict)  # conditions, each with its reason
+    takes_code: bool = False  # beside its choices also CODE, a function of the user's own
     built_in: bool = False  # only the built-in decoder has it, no model of transformers
 
     @property
@@ -117,8 +121,9 @@ class Flag:
 
     def unmet(self, value: Any) -> str:
         """The requirement that a value fails, its choices or its limits; empty if it meets them."""
-        if self.choices and value not in self.choices:
-            return f"one of {', '.join(self.choices)}"
+        is_code = self.takes_code and OWN_CODE.fullmatch(value)
+        if self.choices and value not in self.choices and not is_code:
+            return f"one of {', '.join(self.choices)}" + f", or {CODE}" * self.takes_code
         for limit, (_, holds) in LIMITS.items():
             bound = getattr(self, limit)
             if bound is not None and not holds(value, bound):
@@ -591,10 +596,11 @@ class Engine:
     """how weights are updated at ZeRO stages 0 to 2: by DeepSpeed's own path (deepspeed), or with
     kernels per bucket instead of per parameter, where the DeepSpeed JSON allows it (auto). Both
     give the same numbers; the start says which is used"""
-    loss: str = flag("auto", choices=("auto", "full", "chunked"))
+    loss: str = flag("auto", choices=("auto", "full", "chunked"), takes_code=True)
     """compute the logits of a micro-batch at once (full), or of 1,024 positions at a time
     (chunked), which takes less memory and more time. auto is chunked on GPUs if the model is not
-    compiled"""
+    compiled. MODULE:FUNCTION trains with your own loss instead of the cross-entropy
+    (docs/own_code.md)"""
     deepspeed_config: str | None = flag(None)
     """DeepSpeed JSON, or the name of a shipped one, such as zero1; its 'auto' values are filled
     from these flags. none trains without DeepSpeed (default: the file of `accelerate launch`)"""

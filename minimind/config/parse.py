@@ -17,7 +17,7 @@ from typing import Any
 
 from minimind.config.checks import check, conflicts
 from minimind.config.command_line import Parser, PrintCompletion, PrintHelp
-from minimind.config.flags import AUTO, COMMON, EPOCH, FLAGS, RULED, SHAPE, Flag
+from minimind.config.flags import AUTO, CODE, COMMON, EPOCH, FLAGS, RULED, SHAPE, Flag
 from minimind.config.foreign_flags import equivalent_flag
 from minimind.config.names import no_such_name, suggest, suggest_choice
 from minimind.config.origin import DEFAULT, OPEN, Origin, Rank
@@ -79,7 +79,7 @@ def _help(flag: Flag) -> str:
 
 def _metavar(flag: Flag) -> str:
     if flag.choices:
-        return "{" + ",".join(flag.choices) + "}"
+        return "{" + ",".join(flag.choices) + "}" + f"|{CODE}" * flag.takes_code
     name = {"str": "TEXT", "tuple": "PATH"}.get(flag.type, flag.type.upper())
     return flag.repeats or name + f"|{EPOCH}" * flag.takes_epoch
 

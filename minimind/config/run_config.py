@@ -114,6 +114,11 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
         return meets(self, FLAGS, condition)
 
     @property
+    def own_loss(self) -> str | None:
+        """MODULE:FUNCTION of --loss; None for the cross-entropy."""
+        return self.loss if ":" in self.loss else None
+
+    @property
     def open_flags(self) -> list[str]:
         """Flags that the start decides, by rules or by the checkpoint."""
         return [name for name in self._undecided if not FLAGS[name].takes_epoch]

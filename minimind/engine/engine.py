@@ -126,6 +126,12 @@ class Engine(Ranks):
         self.loss_weights: torch.Tensor | None = None  # (sources,), of a target of each
         # Number of positions whose logits are computed at a time; 0: all.
         self.loss_chunk_size = LOSS_CHUNK if resolved.run.loss == "chunked" else 0
+        # Arguments of the model for the loss of a training step.
+        self.trained_loss: dict[str, Any] = {"loss_chunk_size": self.loss_chunk_size}
+        if run.own_loss:
+            from minimind.model.own_loss import OwnLoss
+
+            self.trained_loss["own_loss"] = OwnLoss.imported(run.own_loss)
         # Validation is not compiled: on a GPU our models always compute parts.
         in_parts = self.kind is not HOST and resolved.run.hugging_face is None
         self.eval_chunk_size = LOSS_CHUNK if in_parts else self.loss_chunk_size
@@ -212,11 +218,8 @@ class Engine(Ranks):
                     clock.mark("data")
                     inputs = self.inputs_of(rows, first)
                     first += len(rows)
-                    out = backend.forward(
-                        **inputs,
-                        loss_chunk_size=self.loss_chunk_size,
-                        loss_by_row=self.loss_weights is not None,
-                    )
+                    by_row = self.loss_weights is not None
+                    out = backend.forward(**inputs, **self.trained_loss, loss_by_row=by_row)
                     if self.loss_weights is not None:
                         of_rows = self.loss_weights[source_of(rows)]
                         out.loss_sum = of_rows @ out.loss_sum

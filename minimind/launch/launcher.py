@@ -35,6 +35,7 @@ from minimind.errors import (
     PeerError,
     RunError,
     StorageError,
+    UsageError,
     known_error,
 )
 from minimind.launch.plan import PROJECT, SCRATCH, require_installed, write_plan
@@ -107,26 +108,32 @@ class Signals:
 
 
 def main(python: str, flags: Sequence[str]) -> int:
-    """Start a run on this host, again after status 7 as MAX_RESTARTS says; return its status."""
+    """Start a run on this host, again after status 7 as MAX_RESTARTS says; return its status.
+
+    Before the flags may stand a user's script, which every worker then runs.
+    """
     signals = Signals()
+    script = flags[0] if flags and flags[0].endswith(".py") else ""
+    flags = flags[bool(script) :]
     for at, word in enumerate(flags):
         if word in ("--help", "-h"):
-            os.execvp(python, [python, _worker(), *flags[at : at + 2]])
+            os.execvp(python, [python, _worker(script), *flags[at : at + 2]])
     if os.sep in python:  # for the tools beside it, such as ninja
         beside = os.path.abspath(os.path.dirname(python))
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     scratch, moment, restarts = None, "before the first step", 0
-    words = [*flags] or WITHOUT_FLAGS.split()
+    words = [*flags] if flags or script else WITHOUT_FLAGS.split()
     try:
         scratch = make_scratch()
-        status, launched = start(signals, python, words, scratch / "0")
+        status, launched = start(signals, python, script, words, scratch / "0")
         most = int(os.environ["MAX_RESTARTS"])
         # After status 7 alone: any other end would come again, or was asked for.
         while status == PeerError.status and not signals.reason and restarts < most:
             restarts += 1
             moment, signals.torchrun = f"before restart {restarts}", None
             added = prepare_restart(signals, scratch, restarts, launched)
-            status, launched = start(signals, python, [*words, *added], scratch / str(restarts))
+            place = scratch / str(restarts)
+            status, launched = start(signals, python, script, [*words, *added], place)
         if status == PeerError.status and not signals.reason and most:
             _say(f"no restart is left of MAX_RESTARTS={most}; run the same command again")
     except Exception as fault:  # a RunError, or one of the disk
@@ -150,9 +157,12 @@ def main(python: str, flags: Sequence[str]) -> int:
 
 
 def start(
-    signals: Signals, python: str, words: Sequence[str], place: Path
+    signals: Signals, python: str, script: str, words: Sequence[str], place: Path
 ) -> tuple[int, Mapping[str, Any]]:
-    """One launch, whose files are in `place`; its status, and what the plan says of it."""
+    """One launch, whose files are in `place`; its status, and what the plan says of it.
+
+    A `script` has words of its own, so that only its workers know all flags.
+    """
     place.mkdir()
     os.environ |= {STATUS_FILE: str(place / "status"), SCRIPT_PID: str(os.getpid())}
     require_installed(os.environ)
@@ -163,10 +173,12 @@ def start(
     from minimind.config.paths import naming_flags
     from minimind.train.inputs import require_inputs
 
+    if script and not disk.is_file(Path(script)):
+        raise UsageError(f"{script}: there is no such file; give the path of your script, or none")
     run = parse_flags(words)
     launched, exports, message = write_plan(place / "launch.yaml", run.device)
     # The other hosts would wait for one that ends here: there the workers look at the paths.
-    if launched["num_machines"] == 1:
+    if launched["num_machines"] == 1 and not script:
         with panics_caught(), naming_flags(vars(run)):
             require_inputs(run)
             require_out_dir(run)
@@ -179,7 +191,7 @@ def start(
     log = place / "launcher.log"
     command = [python, str(HERE / "accelerate_launch.py"), "--config_file", f"{place}/launch.yaml"]
     command += ["--deepspeed_multinode_launcher", "standard", "--log_dir", f"{place}/torchelastic"]
-    code = signals.run([*command, _worker(), *words], log)
+    code = signals.run([*command, _worker(script), *words], log)
     _await_workers(place)
     status, shows_log = code, "--debug" in words
     if claim := read_claim():
@@ -266,10 +278,10 @@ def _await_workers(place: Path) -> None:
         time.sleep(0.1)
 
 
-def _worker() -> str:
-    """The program of a worker: that of the checkout, or of the package."""
+def _worker(script: str) -> str:
+    """The program of a worker: the user's script, or that of the checkout, or of the package."""
     own = PROJECT / "train_pretrain.py"
-    return str(own if disk.exists(own) else HERE / "train_pretrain.py")
+    return script or str(own if disk.exists(own) else HERE / "train_pretrain.py")
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ Shape letters: B rows, T positions, S keys (cached ones included), E model width
 L layers, X experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from minimind.model.decoder import Block, Decoder, PlainAttention, draw_weights
 from minimind.model.dropout import dropout_of
 from minimind.model.experts import ExpertBlock, combine_routings
 from minimind.model.kernels import is_traced
-from minimind.model.loss import IGNORED, chunked_loss, next_token_loss
+from minimind.model.loss import IGNORED, chunked_loss, next_token_loss, own_sum
 from minimind.model.masks import cache_sizes, document_positions, eos_starts, make_attention_mask
 from minimind.model.rotary import Rotary, pos_cis_as_reals
 from minimind.model.sequence import SequenceGroup
@@ -255,6 +256,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         loss_chunk_size: int | None = None,
         loss_by_row: bool = False,
+        own_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> MiniMindOutput:
@@ -269,7 +271,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
         With loss_chunk_size, return loss_sum and targets of shift_labels (of this rank's positions
         with `sequence`) instead of loss and logits: all logits at once if 0, else so many. With
-        loss_by_row both are of each row, (B,).
+        loss_by_row both are of each row, (B,). An own_loss of logits and targets gives the sum; it
+        is not compiled.
         """
         # Not a parameter: transformers' Trainer waits for every parameter that is named a label.
         shift_labels = kwargs.pop("shift_labels", None)
@@ -286,7 +289,10 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
         if loss_chunk_size is not None:
             assert shift_labels is not None
             own_BT = shift_labels if self.sequence is None else self.sequence.part(shift_labels, 1)
-            loss_sum, targets = self.loss_of(x_BTE, own_BT, loss_chunk_size, loss_by_row)
+            if own_loss is None:
+                loss_sum, targets = self.loss_of(x_BTE, own_BT, loss_chunk_size, loss_by_row)
+            else:
+                loss_sum, targets = own_sum(own_loss, self.lm_head(x_BTE), own_BT)
             return MiniMindOutput(loss_sum=loss_sum, targets=targets, **shared)
         last = logits_to_keep
         kept = last if isinstance(last, Tensor) else slice(-last, None)  # all if 0

@@ -71,6 +71,13 @@ def chunked_loss(
     return loss_sum, targets
 
 
+def own_sum(
+    loss: Callable[[Tensor, Tensor], Tensor], logits_BTV: Tensor, targets_BT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of a loss of the user's own, and the number of targets."""
+    return loss(logits_BTV, targets_BT), (targets_BT != IGNORED).sum()
+
+
 def mean_with_nan_grads(loss_sum: Tensor, count: Tensor, also: Tensor | None = None) -> Tensor:
     """Return loss_sum / count, with NaN gradients if loss_sum or `also` is not finite.
 

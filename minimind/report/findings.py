@@ -57,6 +57,9 @@ class Case:
         self.lines = len(self.loss)
         self.total_steps = run.fact("total_steps") or 0
         self.vocabulary = self.value("vocab_size")
+        self.has_own_loss = ":" in self.flag("loss")  # of another scale than the cross-entropy
+        is_known = self.vocabulary > 1 and not self.has_own_loss
+        self.uniform = math.log(self.vocabulary) if is_known else math.nan  # nothing is learnt
         self.stages, self.order = run.fact("stages") or [], run.fact("order") or {}
         self.row_tokens = self.order.get("row_tokens") or math.nan
         self.rows_per_step = self.order.get("rows_per_step") or math.nan
@@ -153,7 +156,8 @@ class Case:
         """
         first = self.rows_per_epoch / self.rows_per_step  # steps
         early = [e for e in self.evals if e["step"] <= first]
-        if not early or early[-1]["rows"] < FEWEST_ROWS or self.stages or not self.lines:
+        is_unlike = self.stages or self.has_own_loss
+        if not early or early[-1]["rows"] < FEWEST_ROWS or is_unlike or not self.lines:
             return math.nan, math.nan
         last = early[-1]
         near = np.argsort(np.abs(self.step - last["step"]), kind="stable")[: self.width]
@@ -219,7 +223,6 @@ def _diverged(case: Case) -> Iterator[Found]:
     advice = f"--learning_rate far below {case.flag('learning_rate')}"
     advice += "" if case.flag("spike_guard") == "true" else ", --spike_guard"
     advice += ", or --grad_clip 1" if case.flag("grad_clip") not in ("1.0", "1") else ""
-    uniform = math.log(max(case.vocabulary, 2))
     if len(lost):
         text = f"the loss is not a number at {len(lost):,} of {case.lines:,} lines, first at step"
         text += f" {case.step[lost[0]]:,.0f}: nothing is learnt from then on"
@@ -229,9 +232,9 @@ def _diverged(case: Case) -> Iterator[Found]:
         yield "diverged", f"{text}: it diverged", advice, CERTAIN
     elif end.get("status") == NumericError.status:
         yield from _spikes(case, reason.split(";")[0])
-    elif case.end > 2 * uniform:
+    elif case.end > 2 * case.uniform:
         text = f"the loss ends at {case.end:,.2f}, while a model that has learnt nothing has"
-        text += f" {uniform:.2f} (ln {case.vocabulary:,.0f}): it diverged"
+        text += f" {case.uniform:.2f} (ln {case.vocabulary:,.0f}): it diverged"
         yield "diverged", text, advice, CERTAIN
     elif case.lines >= FEW and not case.stages:
         yield from _rise(case, advice)
@@ -370,7 +373,7 @@ def _low_rate(case: Case) -> Iterator[Found]:
     if not case.is_fresh or not case.run.last_step >= enough:
         return
     start = _median(case.loss[:3])
-    fall, uniform = start - case.end, math.log(case.vocabulary) if case.vocabulary > 1 else math.nan
+    fall, uniform = start - case.end, case.uniform
     is_new = start > 0.9 * uniform
     if not fall < (0.5 if is_new else 0.03 * start):
         return
@@ -531,7 +534,7 @@ def _repeats(case: Case) -> Iterator[Found]:
 @rule()
 def _ended_early(case: Case) -> Iterator[Found]:
     kind, text = case.outcomes[-1]
-    if kind == "done" and text != "done":
+    if kind == "done" and text.startswith("ended early"):  # not by a function of the user's own
         advice = (
             f"--patience above {case.flag('patience')} with --allow_change schedule to train on"
         )

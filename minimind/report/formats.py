@@ -165,6 +165,7 @@ PAUSES = {
     "fingerprint": Pause(
         *("fingerprints", "#4f7d8c", "#7fa9b8"), *("fingerprints take", "fingerprints")
     ),
+    "own_code": Pause("own functions", "#9c5b3f", "#c98a6b"),
     "trace": Pause("trace", "#6f6f6f", "#cccccc"),
     "gc": Pause("garbage collection", "#8c6d46", "#8c6d46"),
 }

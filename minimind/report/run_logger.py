@@ -191,8 +191,11 @@ class RunLogger:
             self._line_times += steps
         self._table_times += steps if self._is_profiling else []
 
-    def step(self, line: dict[str, Any]) -> None:
-        """Log a `step` event with mean phase times since the last one, and print the step line."""
+    def step(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Log a `step` event with mean phase times since the last one, and print the step line.
+
+        Return the fields of the event.
+        """
         now = time.perf_counter()
         times, self._line_times = self._line_times, []
         pauses, self._line_pauses = self._line_pauses, dict.fromkeys(PAUSES, 0.0)
@@ -217,6 +220,7 @@ class RunLogger:
             self._bar.show(f"loss {line['loss']:.4f}")
         left = (self._total - line["step"]) * line["step_ms"] / 1e3
         self.print(f"step {line['step']}/{self._total}  {text}  ETA {clock_time(left)}")
+        return line
 
     def add_pause(self, cause: str, milliseconds: float) -> None:
         """Exclude time spent between steps from the step times."""

@@ -211,6 +211,14 @@ def traceback_text(error: BaseException) -> str:
     return masked_text("".join(traceback.format_exception(error)))
 
 
+def trace_lines(error: BaseException) -> list[str]:
+    """Its traceback from a user's code on: not the frame that caught it, nor those of an import."""
+    trace = traceback.TracebackException.from_exception(error)
+    frames = [frame for frame in trace.stack[1:] if "importlib" not in frame.filename]
+    trace.stack = traceback.StackSummary.from_list(frames)
+    return "".join(trace.format()).splitlines() if frames else []
+
+
 def print_traceback(error: BaseException) -> None:
     """Print it to stderr."""
     print(traceback_text(error), end="", file=sys.stderr)

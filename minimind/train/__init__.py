@@ -11,24 +11,46 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from minimind.errors import PREEMPTED
 from minimind.runtime.environment import environment_kept, rank_of, require_environment
 from minimind.runtime.process import CAUGHT, Progress
 
+if TYPE_CHECKING:
+    from minimind.train.own_code import Hook
+
 
 class _CallableModule(ModuleType):
-    def __call__(self, flags: Mapping[str, Any] | None = None, **more: Any) -> int:
+    def __call__(
+        self,
+        flags: Mapping[str, Any] | Sequence[str] | None = None,
+        on_step: Hook | None = None,
+        on_eval: Hook | None = None,
+        **more: Any,
+    ) -> int:
         """Train; return 0 if the run is done, 75 if it was stopped and saved.
 
-        Keywords and the keys of `flags` are the flags of train_pretrain.py: `train(model="tiny",
-        data_path=["text.jsonl"], deepspeed_config="configs/ds_config.json")`. Under
+        A list of words is a command line. With it this is train_pretrain.py: an error is printed,
+        and ends the process with its status. Otherwise keywords and the keys of `flags` are the
+        flags: `train(model="tiny", data_path=["text.jsonl"],
+        deepspeed_config="configs/ds_config.json")`, and errors are raised as RunError. Under
         `notebook_launcher` every process calls it: `notebook_launcher(minimind.train, (flags,),
         num_processes=2)`. Signals stop and save a run of the main thread only, not one in a Ray
-        worker's thread. Raise RunError for errors that train_pretrain.py prints.
+        worker's thread.
+
+        `on_step(step, numbers)` is called after each logged step and `on_eval(step, numbers)` after
+        each validation, on every rank, with the fields of their events in metrics.jsonl. True from
+        any rank ends the run at this step: it is saved, and the status is 0.
         """
+        hooks = {"on_step": on_step, "on_eval": on_eval}
+        hooks = {name: hook for name, hook in hooks.items() if hook is not None}
+        if isinstance(flags, Sequence):
+            if isinstance(flags, str) or more:
+                raise TypeError("train() takes a list of words, or a mapping and keywords")
+            return _as_program([str(word) for word in flags], hooks)
         require_environment(os.environ)  # before torch reads it
         handlers = {n: signal.getsignal(n) for n in CAUGHT}
         with environment_kept():
@@ -45,6 +67,10 @@ class _CallableModule(ModuleType):
             from minimind.train.pretrain import pretrain
 
             run = build_config({**(flags or {}), **more}, "train({name}=...)")
+            if hooks:
+                from minimind.train.own_code import require_hooks
+
+                require_hooks(hooks)
             require_inputs(run)
             require_out_dir(run)
             if dist.is_initialized():
@@ -54,7 +80,7 @@ class _CallableModule(ModuleType):
                 )
             progress = Progress(rank=rank_of(os.environ))
             try:
-                return pretrain(run, progress)
+                return pretrain(run, progress, hooks)
             finally:  # the caller needs its own Ctrl-C, and may start another run
                 for number, handler in handlers.items():
                     if signal.getsignal(number) is not handler:
@@ -62,6 +88,19 @@ class _CallableModule(ModuleType):
                 leave_process_group()
                 if progress.lock:
                     progress.lock.close()
+
+
+def _as_program(words: list[str], hooks: Mapping[str, Hook]) -> int:
+    """Train as train_pretrain.py does; return 0 or 75, or end the process with another status."""
+    from minimind.runtime.exit import leave
+    from minimind.train.program import main
+
+    status = main(words, hooks)
+    if status in (0, PREEMPTED):
+        return status
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        leave(status, at_once=True)  # exit handlers would wait for the other ranks
+    sys.exit(status)
 
 
 sys.modules[__name__].__class__ = _CallableModule

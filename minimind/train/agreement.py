@@ -209,6 +209,11 @@ def _files(given: RunConfig, plan: Plan) -> dict[str, Told]:
     if given.chat_template:
         content = _brief(fingerprint(plan.rows()[0].tokenizer.chat_template))
         found["--chat_template"] = Told(content, given.chat_template)
+    if given.own_loss:
+        from minimind.model.own_loss import OwnLoss
+
+        content = _brief(OwnLoss.imported(given.own_loss).digest())
+        found["--loss"] = Told(content, given.own_loss)
     if given.sample_prompts:
         content = _brief(fingerprint(read_sample_prompts(given)))
         found["--sample_prompts"] = Told(content, given.sample_prompts)

@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from minimind.recovery.fingerprints import Fingerprints
     from minimind.recovery.spikes import SpikeGuard
     from minimind.report.trace import Trace
+    from minimind.train.own_code import Hooks
     from minimind.train.patience import Patience
     from minimind.train.scores import Scores
 
@@ -65,6 +66,7 @@ class RunContext:
     samples: Samples | None
     scores: Scores | None
     patience: Patience | None
+    hooks: Hooks | None
     saver: Saver
     mirror: Mirror | None
     trace: Trace | None
@@ -85,8 +87,11 @@ class RunContext:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in force, which --patience may shorten."""
-        return self.patience.schedule if self.patience else self.plan.rows()[2]
+        """The schedule in force, which --patience and a function of the caller may shorten."""
+        schedule = self.patience.schedule if self.patience else self.plan.rows()[2]
+        if self.hooks is None or self.hooks.stopped_at is None:
+            return schedule
+        return replace(schedule, total_steps=self.hooks.stopped_at)
 
     @property
     def norm_limit(self) -> float:
@@ -157,7 +162,8 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     finish_recording(context, state, clock)
     if state.step < last:
         return state, PREEMPTED, f"stopped on {stop_reason(context)}, saved"
-    return state, 0, (context.patience and context.patience.reason) or "done"
+    ends = (part.reason for part in (context.hooks, context.patience) if part)
+    return state, 0, next(filter(None, ends), "done")
 
 
 def take_step(
@@ -249,7 +255,7 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
     loss, count = context.engine.sum_over_ranks([float(result.loss_sum), float(result.tokens)])
     norm = None if result.grad_norm is None else float(result.grad_norm)
     rows = context.batches.order.positions(state.step - 1)
-    context.logger.step(
+    line = context.logger.step(
         {
             "step": state.step,
             "loss": loss / max(count, 1.0),
@@ -272,6 +278,8 @@ def log_step(context: RunContext, state: TrainState, result: StepResult) -> None
             f"step {state.step}: {seconds:.1f} s of the time since the last line went into"
             " compiling"
         )
+    if context.hooks:
+        context.hooks.call("on_step", state.step, line, context.schedule.total_steps)
 
 
 def routing_fields(result: StepResult, ranks: Ranks) -> dict[str, Any]:
@@ -349,6 +357,8 @@ def run_evaluation(context: RunContext, state: TrainState) -> None:
         results = log_evaluation(context.engine, context.held_out, rows, state.step, context.logger)
         if context.run.keep_best_by == VAL_LOSS:
             compare(context, state, results["val_loss"])
+    if context.hooks:
+        context.hooks.call("on_eval", state.step, results, context.schedule.total_steps)
 
 
 def compare(context: RunContext, state: TrainState, value: float) -> None:
@@ -366,7 +376,7 @@ def end_early(
     first: int,
     is_logged: bool,
 ) -> tuple[bool, bool]:
-    """Do what the loop does at a last step only, after --patience has made this one the last.
+    """Do what the loop does at a last step only, after this one has become the last.
 
     Return whether a stop request interrupted the scoring, and whether a profile is due. Collective.
     """

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minimind.checkpoint.directory import OWNER
 from minimind.checkpoint.identity import identity
@@ -59,20 +62,24 @@ from minimind.train.speed import mfu_per_speed, setting_of
 from minimind.train.start import Plan, decide, traced_steps
 from minimind.train.what_next import best_line, what_next
 
+if TYPE_CHECKING:
+    from minimind.train.own_code import Hook
+
 # For reading and writing: a disk may be slow, and a dead rank is detected by other means.
 CHECKPOINT_TIMEOUT_S = 3600
 
 
-def pretrain(run: RunConfig, progress: Progress) -> int:
+def pretrain(run: RunConfig, progress: Progress, hooks: Mapping[str, Hook] | None = None) -> int:
     """Train until the run ends or is asked to stop; return 0 or 75. --dry_run only prints.
 
-    `require_inputs` and `require_out_dir` have passed.
+    `require_inputs` and `require_out_dir` have passed. `hooks` are the functions of the caller, by
+    name.
     """
     progress.stop.limit(run.max_minutes)
     launch = read_launch(os.environ)
     with ExitStack() as cleanup:
         if not run.dry_run:
-            return train_planned(run, launch, progress, cleanup)
+            return train_planned(run, launch, progress, cleanup, hooks)
         from minimind.train.dry_run import dry_run_text
 
         launch = planned_launch(launch, os.environ)
@@ -98,7 +105,13 @@ def require_place_of_mirror(run: RunConfig, is_start: bool) -> None:
         require_mirror(run.mirror, out_dir, run.resume)
 
 
-def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup: ExitStack) -> int:
+def train_planned(
+    given: RunConfig,
+    launch: Launch,
+    progress: Progress,
+    cleanup: ExitStack,
+    hooks: Mapping[str, Hook] | None,
+) -> int:
     """Decide, build the engine, train; `cleanup` closes what is opened.
 
     `given` has the flags as parsed.
@@ -136,6 +149,10 @@ def train_planned(given: RunConfig, launch: Launch, progress: Progress, cleanup:
     logger.verdicts = Verdicts(setting_of(engine, schedule))
     cleanup.callback(logger.close)
     context, resumed = build_context(plan, engine, logger, progress, cleanup)
+    if hooks:
+        from minimind.train.own_code import Hooks
+
+        context = replace(context, hooks=Hooks(hooks, engine, logger))
     register_cleanup(context)
     # 5. Files of the run in out_dir, and what reads them.
     notices = advice(plan.setup, plan.resolved)  # of --config too, which may be replaced here
@@ -303,6 +320,7 @@ def build_context(
         samples=build_samples(run, prepared.tokenizer),
         scores=scores,
         patience=patience,
+        hooks=None,
         saver=saver,
         mirror=mirror,
         trace=trace,

@@ -112,6 +112,11 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     traced_steps(run)
     require_tasks(run)
     require_fitting_stages(run, text, world_size)
+    own_loss = None
+    if run.own_loss:
+        from minimind.model.own_loss import OwnLoss
+
+        own_loss = OwnLoss.imported(run.own_loss)
 
     prepared = read_text(run, text) if tokenize or text.folder else None
     known = with_text(resolved.run, text, prepared)
@@ -130,6 +135,8 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         schedule = plan_length(known, world_size, model, None)
     if schedule is not None:
         require_traceable(known, schedule.total_steps)
+    if own_loss:
+        own_loss.require_sums(model.vocabulary(known))
     resolved = setup.complete(resolved, known, schedule)
     return Plan(setup, resolved, initial, text, prepared, order, schedule)
 

@@ -143,6 +143,7 @@ def test_a_step_is_clipped_if_its_norm_is_above_the_limit(
         engine=engine,
         batches=SimpleNamespace(order=order),
         logger=SimpleNamespace(step=lines.append),
+        hooks=None,
     )
     sums, targets = (torch.tensor(12.0),), (torch.tensor(4),)
     log_step(context, TrainState(2), StepResult(sums, targets, norm, 1e-3, 0, False))
