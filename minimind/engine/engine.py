@@ -257,19 +257,22 @@ class Engine(Ranks):
         counts as one with a single target, so that its loss is 0.
         """
         counts = [self._count(rows) for rows in micro_batches[:]]  # shows no progress
-        total = torch.stack(counts).sum().to(self.device, non_blocking=self.kind.pins)
+        total = torch.stack(counts).sum(0).to(self.device, non_blocking=self.kind.pins)
         if self.world_size > 1:
             dist.all_reduce(total)
+        if self.loss_weights is not None:
+            total = widened(self.loss_weights) @ widened(total)
         total = total / self.parallel.sequence  # each rank that shares rows has counted all
         mean = total.clamp(min=1) / (self.world_size * self.resolved.run.accumulation_steps)
         return mean.float()
 
     def _count(self, rows: torch.Tensor) -> torch.Tensor:
-        """Number of targets of rows (B, T + 1), or the sum of their weights."""
+        """Number of targets of rows (B, T + 1), with weights those of each source, (sources,)."""
+        of_rows = (rows[:, 1:] >= 0).sum(1)
         if self.loss_weights is None:
-            return (rows[:, 1:] >= 0).sum()
-        rows = rows.to(self.device, non_blocking=self.kind.pins)
-        return widened(self.loss_weights[source_of(rows)]) @ widened((rows[:, 1:] >= 0).sum(1))
+            return of_rows.sum()
+        by_source = of_rows.new_zeros(len(self.loss_weights))
+        return by_source.index_add(0, source_of(rows), of_rows)
 
     def _wait_for_compilation(self) -> None:
         """After the first forward pass, which compiles, wait until every rank has compiled.
