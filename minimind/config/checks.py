@@ -395,7 +395,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: run.own_loss and run.loss_weight,
-        "{loss} sums over all rows, and {loss_weight} weighs them; {loss.drop}, or"
+        "{loss} sums over all rows, which --loss_weight cannot weigh; {loss.drop}, or"
         " {loss_weight.drop}",
     ),
     Rule(
