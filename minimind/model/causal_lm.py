@@ -178,7 +178,8 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
         rotary = self.rotary_at(at)
         drops = None
         if dropout_keys is not None:
-            drops = dropout_of(dropout_keys, dropout, 1 + 2 * len(self.layers), length)
+            sizes = 1 + 2 * len(self.layers), length, self.config.hidden_size
+            drops = dropout_of(dropout_keys, dropout, *sizes)
         if sequence is not None:
             given = sequence.part(given, 1)
             cis = None if rotary.cis is None else sequence.part(rotary.cis, -2)

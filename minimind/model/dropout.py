@@ -27,6 +27,9 @@ class Dropout(NamedTuple):
     """Elements are dropped whose hash is below `bound`."""
 
     keys: Tensor  # int32 (P, B, T)
+    # int32 (E,). Computed in compiled code, they make torch 2.13 write beyond the end of a bfloat16
+    # result on CPUs where E is no multiple of 16.
+    channels: Tensor
     bound: int
 
     def between(self, first: int, stop: int) -> "Dropout":
@@ -35,8 +38,7 @@ class Dropout(NamedTuple):
 
     def __call__(self, x_BTE: Tensor, place: int) -> Tensor:
         """Return x with the dropped elements 0 and the others scaled, in its dtype."""
-        channels = torch.arange(x_BTE.shape[-1], dtype=torch.int32, device=x_BTE.device) * CHANNEL
-        hash_BTE = (self.keys[place].unsqueeze(-1) ^ channels) * FIRST
+        hash_BTE = (self.keys[place].unsqueeze(-1) ^ self.channels) * FIRST
         hash_BTE = (hash_BTE ^ _shifted(hash_BTE, 15)) * SECOND
         kept = (2**31 - self.bound) / 2**32  # share of elements
         # The scale by itself: with the mask it would be rounded to bfloat16.
@@ -50,14 +52,14 @@ def row_keys(seed: int, step: int, first: int, rows: int, device: torch.device) 
     return torch.arange(first, first + rows, dtype=torch.int32, device=device) * ROW + key
 
 
-def dropout_of(keys_B: Tensor, rate: float, places: int, length: int) -> Dropout:
+def dropout_of(keys_B: Tensor, rate: float, places: int, length: int, width: int) -> Dropout:
     """Dropout of rows with these keys at places of the model."""
-    positions, at = (
-        torch.arange(n, dtype=torch.int32, device=keys_B.device) for n in (length, places)
+    positions, at, channels = (
+        torch.arange(n, dtype=torch.int32, device=keys_B.device) for n in (length, places, width)
     )
     keys_BT = keys_B[:, None] ^ positions * POSITION
     keys_PBT = _mixed(keys_BT ^ (at * PLACE)[:, None, None])
-    return Dropout(keys_PBT, int(rate * 2**32) - 2**31)
+    return Dropout(keys_PBT, channels * CHANNEL, int(rate * 2**32) - 2**31)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ ROWS = torch.randint(96, (4, 17), generator=torch.manual_seed(1))
 
 def built(**changes: Any) -> MiniMindForCausalLM:
     torch.manual_seed(2)
-    return MiniMindForCausalLM(MiniMindConfig(**SHAPE, **changes))
+    return MiniMindForCausalLM(MiniMindConfig(**{**SHAPE, **changes}))
 
 
 @pytest.fixture
@@ -377,7 +377,7 @@ def test_only_what_is_compiled_for_a_cpu_computes_again(monkeypatch):
         ({}, ""),
         ({}, "--deterministic"),  # of which torch refuses unknown options
         ({"use_moe": True, "n_routed_experts": 2}, ""),
-        ({}, "--dropout 0.2"),
+        ({}, "--dropout 0.2 --dtype float32"),
     ],
 )
 def test_inductor_gives_the_losses_of_an_eager_run(monkeypatch, changes, more):
