@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,7 @@ class _CallableModule(ModuleType):
                 raise TypeError("train() takes a list of words, or a mapping and keywords")
             return _as_program([str(word) for word in flags], hooks)
         require_environment(os.environ)  # before torch reads it
-        handlers = {n: signal.getsignal(n) for n in CAUGHT}
-        with environment_kept():
+        with environment_kept(), _handlers_kept():
             from minimind.config.launcher_env import set_allocator_defaults
 
             set_allocator_defaults(os.environ)  # torch may have read it already
@@ -81,13 +81,22 @@ class _CallableModule(ModuleType):
             progress = Progress(rank=rank_of(os.environ))
             try:
                 return pretrain(run, progress, hooks)
-            finally:  # the caller needs its own Ctrl-C, and may start another run
-                for number, handler in handlers.items():
-                    if signal.getsignal(number) is not handler:
-                        signal.signal(number, handler)
+            finally:  # the caller may start another run
                 leave_process_group()
                 if progress.lock:
                     progress.lock.close()
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Give the caller its own Ctrl-C back after the block."""
+    handlers = {number: signal.getsignal(number) for number in CAUGHT}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def _as_program(words: list[str], hooks: Mapping[str, Hook]) -> int:
@@ -95,7 +104,8 @@ def _as_program(words: list[str], hooks: Mapping[str, Hook]) -> int:
     from minimind.runtime.exit import leave
     from minimind.train.program import main
 
-    status = main(words, hooks)
+    with _handlers_kept():
+        status = main(words, hooks)
     if status in (0, PREEMPTED):
         return status
     if os.environ.get("WORLD_SIZE", "1") != "1":

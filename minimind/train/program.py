@@ -65,3 +65,6 @@ def _main(argv: Sequence[str], hooks: Mapping[str, Hook] | None) -> int:
                 return ending.done(pretrain(run, progress, hooks))
     except Exception as error:  # the one place that turns an error into a message and a status
         return ending.report(error)
+    finally:  # the caller may start another run
+        if progress.lock:
+            progress.lock.close()
