@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from minimind import __version__
+from minimind.config.loss_weights import loss_weights
 from minimind.config.run_config import PROJECT, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order, Ranges, count_rows
-from minimind.data.text.inputs import loss_weights
 from minimind.engine.build import Engine
 from minimind.runtime import disk
 from minimind.runtime.device import device_kind

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from minimind.config.flags import EVAL_ERROR, EVAL_TIME, FIRST_EVAL_ROWS, VAL_LOSS
+from minimind.config.loss_weights import loss_weights
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import held_out_rows
 from minimind.data.rows.order import Order
 from minimind.data.shards.conversation_shards import PADDING
 from minimind.data.shards.token_shards import TokenShards
-from minimind.data.text.inputs import loss_weights
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.engine.compile import uncompiled
 from minimind.engine.engine import Engine

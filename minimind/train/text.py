@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minimind.config.loss_weights import loss_weights
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.config.template_variables import template_variables
@@ -50,7 +51,7 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
     Raise UsageError if a prepared folder is not all of the text, is given with --val_path, or is
     to be fine-tuned on.
     """
-    from minimind.data.text.inputs import Source, loss_weights
+    from minimind.data.text.inputs import Source
 
     sources: Sequence[Source] = ()
     parts: Sequence[Part] = ()

@@ -13,7 +13,7 @@ import pytest
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
-from minimind.data.text.inputs import loss_weights
+from minimind.config.loss_weights import loss_weights
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.score import LossSums
 from minimind.recovery.step_rows import RunLog, documents_of, read_run, rows_at, steps_reading

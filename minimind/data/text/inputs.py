@@ -12,7 +12,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from minimind.config.names import is_utf8, no_such_file, suggest, utf8_fault
+from minimind.config.names import is_utf8, no_such_file, utf8_fault
 from minimind.config.yaml_files import WEIGHTS, load_yaml_texts, source_weight
 from minimind.data.text.formats import DATASET, FORMATS, KNOWN, RECORDS, format_of
 from minimind.data.text.tables import TRAIN, is_dataset
@@ -337,29 +337,6 @@ def parse_source(text: str) -> Source:
             f"--source {masked(text)}: is not NAME=PATH or NAME=PATH:WEIGHT; write it so"
         )
     return Source(name_of(name, f"--source {masked(text)}"), (path,), weight)
-
-
-def loss_weights(given: Sequence[str], names: Sequence[str]) -> tuple[float, ...] | None:
-    """Weights of --loss_weight by the names of the sources, the smallest 1; None if none is given.
-
-    Only their ratios count. Raise UsageError for a text that is not NAME=WEIGHT of a source.
-    """
-    weights: dict[str, float] = {}
-    for text in given:
-        name, _, weight = text.partition("=")
-        where = f"--loss_weight {text}"
-        if name not in names:
-            hint = suggest(name, names, f"the sources are {', '.join(names)}")
-            raise UsageError(f"{where}: {name} is not a source; write NAME=WEIGHT: {hint}")
-        if name in weights:
-            raise UsageError(f"{where}: {name} has two weights; give it one")
-        if len(names) == 1:
-            raise UsageError(
-                f"{where}: {name} is the only source, which no weight changes; drop it"
-            )
-        weights[name] = _weight(weight, where)
-    found = [weights.get(name, 1.0) for name in names]
-    return tuple(one / min(found) for one in found) if weights else None
 
 
 def _is_meant_as_weight(head: str, tail: str) -> bool:
