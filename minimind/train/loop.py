@@ -32,6 +32,7 @@ from minimind.runtime.terminal import shorten_line
 from minimind.runtime.urls import masked_values
 from minimind.train.evaluate import HeldOutRows, Samples, draw, evaluate, log_evaluation
 from minimind.train.failures import SkippedSteps
+from minimind.train.memory import log_peak
 from minimind.train.start import Plan
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         result = take_step(context, state.step, micro_batches, clock)  # step
         state = state.after(context.batches.of(state.step).tokens_per_step)  # advance
         advance_progress(context, state, state.step - first)
+        if state.step - first == 1 and context.plan.fit:
+            log_peak(context.plan, engine, context.logger, state.step)
         stop_requests, failed, overdue, must_go_back = sum_requests(context, state, result)
         if must_go_back:
             return state, GO_BACK, "spikes"
