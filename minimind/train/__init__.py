@@ -40,9 +40,9 @@ class _CallableModule(ModuleType):
             from minimind.checkpoint.run_folder import require_out_dir
             from minimind.config.parse import build_config
             from minimind.engine.build import leave_process_group
-            from minimind.errors import UsageError
+            from minimind.errors import MemoryFull, UsageError
             from minimind.train.inputs import require_inputs
-            from minimind.train.pretrain import pretrain
+            from minimind.train.pretrain import log_halved, pretrain
 
             run = build_config({**(flags or {}), **more}, "train({name}=...)")
             require_inputs(run)
@@ -55,6 +55,9 @@ class _CallableModule(ModuleType):
             progress = Progress(rank=rank_of(os.environ))
             try:
                 return pretrain(run, progress)
+            except MemoryFull as error:
+                log_halved(run, progress, error)
+                raise
             finally:  # the caller needs its own Ctrl-C, and may start another run
                 for number, handler in handlers.items():
                     if signal.getsignal(number) is not handler:

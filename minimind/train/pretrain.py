@@ -88,7 +88,8 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
             if rows >= fewest or not error.goes_on:
                 raise
             fewest = rows
-            log_halved(Path(run.out_dir), progress, error)
+            log_halved(run, progress, error)
+            print(f"warning  step {progress.step}: {error}", file=sys.stderr, flush=True)
         run = begin_anew(run, progress)
     with ExitStack() as cleanup:
         from minimind.train.dry_run import dry_run_text
@@ -101,11 +102,11 @@ def pretrain(run: RunConfig, progress: Progress) -> int:
         return 0
 
 
-def log_halved(out_dir: Path, progress: Progress, error: MemoryFull) -> None:
-    """Print and record that this process goes on with a smaller micro-batch."""
-    line = f"warning  step {progress.step}: {error}"
-    print(line, file=sys.stderr, flush=True)
-    log_end(out_dir, {"step": progress.step, **(error.halved or {})}, line, event=HALVED)
+def log_halved(run: RunConfig, progress: Progress, error: MemoryFull) -> None:
+    """Record that the next start takes a smaller micro-batch, if it does."""
+    if error.halved:
+        fields = {"step": progress.step, **error.halved}
+        log_end(Path(run.out_dir), fields, str(error), event=HALVED)
 
 
 def begin_anew(run: RunConfig, progress: Progress) -> RunConfig:

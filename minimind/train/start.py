@@ -48,7 +48,7 @@ class Plan:
     prepared: Prepared | None
     order: Order | None
     schedule: Schedule | None
-    fit: Fit | None  # of the micro-batch; None if it was given
+    fit: Fit | None = None  # of the micro-batch; None if it was given
 
     @property
     def run(self) -> RunConfig:
