@@ -133,6 +133,7 @@ def main(python: str, flags: Sequence[str]) -> int:
                 words, added = [*words, *added, *flags_to_resume(scratch / str(number))], []
                 fewest, number = halved, number + 1
                 first = number
+                moment, signals.torchrun = "before it started again", None
                 _say("out of memory; starting again with smaller micro-batches (--batch_size auto)")
             elif status == PeerError.status and restarts < most:
                 restarts, number = restarts + 1, number + 1
@@ -236,14 +237,18 @@ def size_of(path: Path) -> int:
 def halved_rows(metrics: Path, known: int) -> int | None:
     """The rows of a micro-batch that a rank has recorded as halved, None if none has.
 
-    Of metrics.jsonl the first `known` bytes are older.
+    Of metrics.jsonl the first `known` bytes are older. After a record of a process that went on by
+    itself it has another run_start.
     """
+    rows = None
     with suppress(OSError), open(metrics, "rb") as file:  # it may be gone
         file.seek(known)
-        for event in map(parse_event, file):
-            if event and event["event"] == HALVED and type(event.get("micro_batch_rows")) is int:
-                return event["micro_batch_rows"]
-    return None
+        for event in filter(None, map(parse_event, file)):
+            if event["event"] == HALVED and type(event.get("micro_batch_rows")) is int:
+                rows = event["micro_batch_rows"]
+            elif event["event"] == "run_start":
+                rows = None
+    return rows
 
 
 def flags_to_resume(place: Path) -> list[str]:

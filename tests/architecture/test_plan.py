@@ -153,10 +153,10 @@ def test_a_batch_that_the_text_decides_is_planned_for_the_largest_micro_batch(ca
 
 
 def test_a_rule_takes_the_micro_batch_that_fits(capsys):
-    """With the same rows in a step; with --accumulation_steps it does not, and numbers replace it."""
+    """With the same rows in a step. With --accumulation_steps numbers replace the rule."""
     steps, most = set(), 0
-    for memory in (10, 24, 80):
-        out = plan_output(capsys, f"{LARGE} --gpus 2 --max_tokens 2e10 --memory {memory}GiB")
+    for gib in (10, 24, 80):
+        out = plan_output(capsys, f"{LARGE} --gpus 2 --max_tokens 2e10 --memory {gib}GiB")
         assert "--batch_size" not in command_of(out)
         (row,) = re.findall(r"^\*.*", out, re.M)
         assert row.endswith("yes")

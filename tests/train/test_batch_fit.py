@@ -305,6 +305,8 @@ def test_a_launch_that_recorded_a_smaller_micro_batch_resumes_what_it_saved(tmp_
     log_end(tmp_path, {"step": 3, "micro_batch_rows": 8}, "", event="micro_batch_halved")
     assert launcher.halved_rows(metrics, 0) == 8
     assert launcher.halved_rows(metrics, metrics.stat().st_size) is None  # of an earlier launch
+    log_end(tmp_path, {"step": 0}, "", event="run_start")  # the process went on by itself
+    assert launcher.halved_rows(metrics, 0) is None
     place.mkdir()
     assert launcher.flags_to_resume(place) == []  # nothing was begun
     layout = Layout("a", str(tmp_path), 2, 8, 1, 8, split_batches=False, resume="none", fixed_by="")
