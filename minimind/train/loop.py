@@ -123,8 +123,6 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
         result = take_step(context, state.step, micro_batches, clock)  # step
         state = state.after(context.batches.of(state.step).tokens_per_step)  # advance
         advance_progress(context, state, state.step - first)
-        if state.step - first == 1 and context.plan.fit:
-            log_peak(context.plan, engine, context.logger, state.step)
         stop_requests, failed, overdue, must_go_back = sum_requests(context, state, result)
         if must_go_back:
             return state, GO_BACK, "spikes"
@@ -201,9 +199,14 @@ def freeze_gc(context: RunContext) -> None:
 
 
 def advance_progress(context: RunContext, state: TrainState, steps: int) -> None:
-    """Advance progress and its bar; warn once if step lines will be over an hour apart."""
+    """Advance progress and its bar; warn once if step lines will be over an hour apart.
+
+    After the first step hold its memory against the estimate by which the batch was divided.
+    """
     context.progress.step = state.step
     context.logger.advance()
+    if steps == 1 and context.plan.fit:
+        log_peak(context.plan.setup, context.engine, context.logger, state.step)
     if steps != TIMED_STEPS:
         return
     interval, step_seconds = context.run.log_interval, context.logger.seconds_per_step()

@@ -28,7 +28,6 @@ from minimind.runtime.event_log import EventLog
 if TYPE_CHECKING:
     from minimind.engine.engine import Engine
     from minimind.report.run_logger import RunLogger
-    from minimind.train.start import Plan
 
 
 @dataclass(frozen=True)
@@ -108,19 +107,19 @@ def halved(run: RunConfig, world_size: int, fit: Fit | None) -> dict[str, Any] |
 ALLOCATION = re.compile(r"tried to allocate ([0-9.]+ [A-Za-z]+)", re.IGNORECASE)
 
 
-def log_peak(plan: Plan, engine: Engine, logger: RunLogger, step: int) -> None:
+def log_peak(setup: Setup, engine: Engine, logger: RunLogger, step: int) -> None:
     """Hold the estimate against the peak of the first step; nothing on a CPU (collective).
 
     There the peak is that of the whole process, with its libraries.
     """
-    kind, run = engine.kind, plan.run
+    kind, run = engine.kind, engine.resolved.run
     if kind is HOST or not is_estimated(run):
         return
     from minimind.architecture import costs
     from minimind.architecture.plan import layout_of
 
-    layout = layout_of(run, engine.world_size, plan.resolved.config, engine.device.type)
-    estimate, device = costs.memory(shape_of(run), layout).total, capacity(plan.setup)
+    layout = layout_of(run, engine.world_size, engine.resolved.config, engine.device.type)
+    estimate, device = costs.memory(shape_of(run), layout).total, capacity(setup)
     peak = max(engine.gather(kind.peak_memory(engine.device)))
     sizes = {"peak_mib": peak, "estimate_mib": estimate, "device_mib": device}
     logger.event("memory", step=step, **{name: size / 2**20 for name, size in sizes.items()})
