@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class RunError(Exception):
@@ -103,6 +104,20 @@ class MemoryFull(RunError):
 
     code = "E_MEMORY"
     status = 10
+
+    def __init__(
+        self, message: str, halved: Mapping[str, Any] | None = None, goes_on: bool = False
+    ) -> None:
+        """halved: fields of the event `HALVED` if the next start takes a smaller micro-batch.
+
+        goes_on: that start is possible in this process.
+        """
+        super().__init__(message)
+        self.halved = halved
+        self.goes_on = goes_on
+
+
+HALVED = "micro_batch_halved"  # event: a start of the same run takes a smaller micro-batch
 
 
 class CorruptionError(RunError):

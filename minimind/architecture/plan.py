@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +28,11 @@ from minimind.config.parse import parse_flags, words_of
 from minimind.config.paths import shell_word
 from minimind.config.rules import (
     batch_values,
+    can_divide,
+    divided,
     flags_with_rules,
     largest_micro_batch,
+    most_rows,
     needs_text,
     values_by_rules,
     with_dtype,
@@ -53,6 +57,7 @@ FILES = {
     (2, True, False): "zero2_offload",
     (3, True, True): "zero3_offload",
 }
+MOST_ROWS = 2**20  # that are tried
 WIDTH = 75  # columns for the flags of a command
 
 
@@ -104,9 +109,15 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     else:
         require_none(plain_faults(run))
         run = run.with_micro_batches(machine.gpus)
-    batch = ""
-    if names := flags_with_rules(run, optimizer):
-        run, batch = _with_rules(run, names, optimizer, machine, device, text)
+    batch, most = "", most_rows(run, device)
+    is_open, names = "batch_size" in run.open_flags, flags_with_rules(run, optimizer)
+    if is_open and machine.memory and run.tensor_parallel == 1:
+        here = layout_of(run, machine.gpus, config, device)
+        most = most_rows(run, device, rows_that_fit(shape_of(run), here, machine.memory))
+    if names:
+        run, batch = _with_rules(run, names, optimizer, machine, device, text, most)
+    if is_open and "batch_size" not in names and can_divide(run):
+        run = divided(run, machine.gpus, most, "by --memory")
     if run.stages:
         vocabulary += f"{_stages(run, machine.gpus)}\n\n"
     text = f"{vocabulary}{plan_text(run, machine.gpus, config, machine, device)}{batch}"
@@ -125,13 +136,15 @@ def _with_rules(
     machine: Machine,
     device: str,
     text: Mapping[str, Any] | None,
+    most: int,
 ) -> tuple[RunConfig, str]:
     """The run with the numbers that the start decides, and a paragraph about its batch.
 
-    Where the text that decides them is not known, the run has the largest micro-batch of the rules.
+    `most` limits the rows of a micro-batch. Where the text that decides the rows of a step is not
+    known, the run has the largest micro-batch of the rules.
     """
     if run.global_batch_size is not None and "batch_size" in names:  # no text decides it
-        batch = batch_values(run, machine.gpus, run.global_batch_size, device)
+        batch = batch_values(run, machine.gpus, run.global_batch_size, most)
         run = run.with_values(Origin(f"{AUTO}: as the start", Rank.RULE), **batch)
         run = run.with_micro_batches(machine.gpus)
         names = [name for name in names if name != "batch_size"]
@@ -143,12 +156,13 @@ def _with_rules(
                 return run, ""
             values: dict[str, int] = {}
             if not run.is_explicit("accumulation_steps"):
-                values = largest_micro_batch(run, machine.gpus, device)
+                by_tokens = most_rows(run, device)
+                values = largest_micro_batch(run, machine.gpus, min(most, by_tokens))
             run = run.with_values(OPEN, **values)
             return run, (
-                "\n\nauto: --batch_size depends on the text and is chosen when the run starts. The"
-                f" table is for\nmicro-batches of {run.micro_batch_rows(machine.gpus)} rows"
-                + (", the largest that it chooses." if values else ".")
+                "\n\nauto: --batch_size depends on the text, and on the memory, and is chosen when"
+                f" the run starts. The\ntable is for micro-batches of"
+                f" {run.micro_batch_rows(machine.gpus)} rows."
             )
         limited = replace(limited, max_tokens=machine.tokens)
     if text is not None:
@@ -168,6 +182,8 @@ def _with_rules(
     run = run.with_values(Origin(f"{AUTO}: as the start", Rank.RULE), **values)
     if "batch_size" not in names:
         return run, ""
+    if can_divide(run):
+        run = divided(run, machine.gpus, most, "by --memory")
     return run, (
         f"\n\nauto: --batch_size {run.batch_size} --accumulation_steps {run.accumulation_steps},"
         f" chosen for {work.tokens:,} tokens"
@@ -339,6 +355,16 @@ def recommend(shape: Shape, current: Layout, memory: int, is_plain: bool = False
             # max() keeps the first of equals: the lowest stage.
             return max(fitting, key=lambda step: min(step.rows, current.rows))
     return None
+
+
+def rows_that_fit(shape: Shape, layout: Layout, memory: int) -> int:
+    """Rows of the largest micro-batch that fits, also of several in a step; at least 1."""
+    tried = replace(layout, accumulation_steps=2)  # whose gradients take no less than those of one
+
+    def is_too_large(rows: int) -> bool:
+        return not fits(costs.memory(shape, replace(tried, rows=rows)), memory)
+
+    return max(1, bisect_left(range(1, MOST_ROWS), True, key=is_too_large))
 
 
 def largest_step(shape: Shape, layout: Layout, memory: int) -> Layout | None:

@@ -203,7 +203,9 @@ class Length:
     """save and exit with status 75 at this step, like a preemption; the schedule is unchanged"""
     max_minutes: float | None = flag(None, gt=0.0)
     """save and exit with status 75 this many minutes after the start of the process"""
-    batch_size: int = flag(8, ge=1, rule="chosen from the number of training tokens")
+    batch_size: int = flag(
+        8, ge=1, rule="chosen from the number of training tokens and the memory of the device"
+    )
     """rows in one micro-batch of one process (with --split_batches: of all processes together)"""
     split_batches: bool = flag(False)
     """count --batch_size over all processes together"""

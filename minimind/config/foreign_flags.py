@@ -107,7 +107,7 @@ run_name project | --wandb_run_name, --wandb_project | with `--report_to`, `none
 ddp_timeout | --dist_timeout | seconds; 120 here
 ddp_find_unused_parameters |  | set if the model has unused parameters
 use_cpu | --device cpu |
-auto_find_batch_size |  | `minimind plan --memory` lists what fits
+auto_find_batch_size | --batch_size auto | the default: the micro-batch fits the device, and is halved where it was out of memory; the rows of a step stay
 push_to_hub |  | `minimind export --push_to_hub USER/NAME`, once the run has ended
 """,
     "run_clm.py of transformers": """

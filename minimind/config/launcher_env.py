@@ -89,6 +89,7 @@ class Launch:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1  # on this host
+    local_rank: int = 0
     uses_deepspeed: bool = False
     deepspeed_config: str | None = None
     flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # name: (value, YAML field)
@@ -130,6 +131,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         rank=rank_of(environ),
         world_size=world_size,
         local_world_size=int(local),
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
         uses_deepspeed=uses_deepspeed,
         deepspeed_config=None if path.lower() in UNSET else _find_config(path),
         flags=flags,

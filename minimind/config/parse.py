@@ -270,6 +270,7 @@ def convert(name: str, raw: Any, source: str) -> Any:
         value = _typed(flag.type, raw)
     except (TypeError, ValueError, OverflowError) as error:
         wanted = TYPES[flag.type] + f", nor {EPOCH}" * flag.takes_epoch
+        wanted += f", nor {AUTO}" * flag.may_be_auto
         raise UsageError(f"{name} = {raw!r} ({source}) is not {wanted}; give one") from error
     if requirement := flag.unmet(value):
         hint = suggest_choice(value, flag.choices, "change it")

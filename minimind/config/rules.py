@@ -23,7 +23,8 @@ from minimind.config.schedule import planned_decay, run_length
 # Ends of the runs that the rules are fitted to, beyond which the numbers stay as they are.
 FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 278_976, 2**18, 12.0
 HIGHEST_RATE = 6e-3  # above it, small models became unstable
-# Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU.
+# Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU. Those
+# of another device hold where its memory, or what a row takes of it, is not known.
 GPU_TOKENS = 8192
 MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": GPU_TOKENS}
 # Documents are held out by their hashes: where 5 are expected, none is once in 150 texts.
@@ -126,9 +127,29 @@ def smallest_step(run: RunConfig, world_size: int) -> int:
     return run.parallel(world_size).data_size * micro_batches
 
 
-def _most_rows_at_once(run: RunConfig, device: str) -> int:
-    """Rows of the largest micro-batch of a process by the rule."""
-    return max(1, MICRO_BATCH_TOKENS.get(device, GPU_TOKENS) // run.max_seq_len)
+def most_rows(run: RunConfig, device: str, fitting: int | None = None) -> int:
+    """Rows of the largest micro-batch of a process, of which `fitting` fit (None: not known)."""
+    by_tokens = max(1, MICRO_BATCH_TOKENS.get(device, GPU_TOKENS) // run.max_seq_len)
+    if fitting is None:
+        return by_tokens
+    return min(by_tokens, fitting) if device == "cpu" else fitting
+
+
+def can_divide(run: RunConfig) -> bool:
+    """Whether the start may divide the rows of a step into micro-batches of any size."""
+    is_given = run.is_explicit("batch_size") or run.is_explicit("accumulation_steps")
+    return not is_given and not _has_batches_of_stages(run)
+
+
+def divided(run: RunConfig, world_size: int, most: int, why: str) -> RunConfig:
+    """The run with the rows of its step in micro-batches of at most `most` rows."""
+    values = batch_values(run, world_size, run.rows_per_step(world_size), most)
+    source = run.sources["batch_size"]
+    if source.rank is Rank.DEFAULT and values.get("batch_size") == run.batch_size:
+        return run
+    of_step = source.removeprefix(f"{AUTO}: ").partition("; at most ")[0]
+    words = f"{AUTO}: {of_step}; at most {most:,} at once, {why}"
+    return run.with_values(Origin(words, Rank.RULE), **values)
 
 
 def _has_batches_of_stages(run: RunConfig) -> bool:
@@ -140,24 +161,26 @@ def _has_batches_of_stages(run: RunConfig) -> bool:
     return any(stage.batch_size for stage in read_stages(run.stages).stages)
 
 
-def batch_values(run: RunConfig, world_size: int, rows: int, device: str) -> dict[str, int]:
-    """--batch_size for `rows` of a step, and --accumulation_steps unless that is given."""
+def batch_values(run: RunConfig, world_size: int, rows: int, most: int) -> dict[str, int]:
+    """--batch_size for `rows` of a step, and --accumulation_steps unless that is given.
+
+    A micro-batch has at most `most` rows.
+    """
     data_size = run.parallel(world_size).data_size
     if run.global_batch_size is not None:  # the number of processes decides the micro-batches
-        return {"batch_size": min(run.global_batch_size, _most_rows_at_once(run, device))}
+        return {"batch_size": min(run.global_batch_size, most)}
     each = rows // data_size
     micro_batches, values = run.accumulation_steps, {}
     if not run.is_explicit("accumulation_steps") and not _has_batches_of_stages(run):
-        most = _most_rows_at_once(run, device)
         micro_batches = next(n for n in range(1, each + 1) if not each % n and each // n <= most)
         values["accumulation_steps"] = micro_batches
     micro_batch = each // micro_batches
     return {"batch_size": micro_batch * data_size if run.split_batches else micro_batch, **values}
 
 
-def largest_micro_batch(run: RunConfig, world_size: int, device: str) -> dict[str, int]:
+def largest_micro_batch(run: RunConfig, world_size: int, most: int) -> dict[str, int]:
     """--batch_size of the largest micro-batch of `batch_values`, which is a power of two."""
-    rows = 2 ** (_most_rows_at_once(run, device).bit_length() - 1) * (
+    rows = 2 ** (most.bit_length() - 1) * (
         run.parallel(world_size).data_size if run.split_batches else 1
     )
     return {"batch_size": rows}
@@ -230,13 +253,14 @@ def values_by_rules(
         rows = min(rows, max(unit, of_text))
         most = min(of_text, length(rows) * rows)
         if not run.is_explicit("accumulation_steps") and _has_batches_of_stages(run):
-            most = min(most, _most_rows_at_once(run, device) * unit)  # one micro-batch each
+            most = min(most, most_rows(run, device) * unit)  # one micro-batch each
         tokens = length(rows) * rows * run.max_seq_len
         rows = suited_rows(unit, run.max_seq_len, tokens, most, optimizer)
     else:
         rows = run.rows_per_step(world_size)
     has_rows = "batch_size" in names
-    values: dict[str, Any] = batch_values(run, world_size, rows, device) if has_rows else {}
+    at_once = most_rows(run, device)
+    values: dict[str, Any] = batch_values(run, world_size, rows, at_once) if has_rows else {}
     steps = length(rows)
     decay, tokens = planned_decay(run, steps), steps * rows * run.max_seq_len
     weights = {one.name: one.weight for one in sources or () if one.weight is not None}
@@ -245,7 +269,7 @@ def values_by_rules(
     if run.stages is not None:
         from minimind.config.stages import plan_stages
 
-        batch = batch_values(run, world_size, rows, device)
+        batch = batch_values(run, world_size, rows, at_once)
         staged = run.with_values(OPEN, **batch, warmup_steps=0)
         _, stages, schedule = plan_stages(staged, world_size, budgets_of(1))
         reads = [(one.tokens, one.weights or of_sources) for one in stages]

@@ -10,6 +10,7 @@ import signal
 
 if __name__ == "__main__":  # held until `Signals` takes them, rather than end the imports below
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+import math
 import os
 import re
 import shutil
@@ -30,8 +31,10 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     del sys.path[0]
 from minimind.errors import (
     CURES,
+    HALVED,
     PREEMPTED,
     Interrupted,
+    MemoryFull,
     PeerError,
     RunError,
     StorageError,
@@ -108,9 +111,10 @@ class Signals:
 
 
 def main(python: str, flags: Sequence[str]) -> int:
-    """Start a run on this host, again after status 7 as MAX_RESTARTS says; return its status.
+    """Start a run on this host; return its status.
 
-    Before the flags may stand a user's script, which every worker then runs.
+    It starts again after status 7, as MAX_RESTARTS says, and with smaller micro-batches. Before the
+    flags may stand a user's script, which every worker then runs.
     """
     signals = Signals()
     script = flags[0] if flags and flags[0].endswith(".py") else ""
@@ -125,15 +129,26 @@ def main(python: str, flags: Sequence[str]) -> int:
     words = [*flags] if flags or script else WITHOUT_FLAGS.split()
     try:
         scratch = make_scratch()
-        status, launched = start(signals, python, script, words, scratch / "0")
-        most = int(os.environ["MAX_RESTARTS"])
-        # After status 7 alone: any other end would come again, or was asked for.
-        while status == PeerError.status and not signals.reason and restarts < most:
-            restarts += 1
-            moment, signals.torchrun = f"before restart {restarts}", None
-            added = prepare_restart(signals, scratch, restarts, launched)
-            place = scratch / str(restarts)
-            status, launched = start(signals, python, script, [*words, *added], place)
+        status, launched, halved = start(signals, python, script, words, scratch / "0")
+        most, number, first, added = int(os.environ["MAX_RESTARTS"]), 0, 0, list[str]()
+        fewest = math.inf
+        # Any other end would come again, or was asked for.
+        while not signals.reason:
+            if halved is not None and halved < fewest:
+                words, added = [*words, *added, *flags_to_resume(scratch / str(number))], []
+                fewest, number = halved, number + 1
+                first = number
+                moment, signals.torchrun = "before it started again", None
+                _say("out of memory; starting again with smaller micro-batches (--batch_size auto)")
+            elif status == PeerError.status and restarts < most:
+                restarts, number = restarts + 1, number + 1
+                moment, signals.torchrun = f"before restart {restarts}", None
+                places = [scratch / str(one) for one in range(first, number)]
+                added = prepare_restart(signals, places, restarts, launched)
+            else:
+                break
+            place = scratch / str(number)
+            status, launched, halved = start(signals, python, script, [*words, *added], place)
         if status == PeerError.status and not signals.reason and most:
             _say(f"no restart is left of MAX_RESTARTS={most}; run the same command again")
     except Exception as fault:  # a RunError, or one of the disk
@@ -158,10 +173,11 @@ def main(python: str, flags: Sequence[str]) -> int:
 
 def start(
     signals: Signals, python: str, script: str, words: Sequence[str], place: Path
-) -> tuple[int, Mapping[str, Any]]:
+) -> tuple[int, Mapping[str, Any], int | None]:
     """One launch, whose files are in `place`; its status, and what the plan says of it.
 
-    A `script` has words of its own, so that only its workers know all flags.
+    A `script` has words of its own, so that only its workers know all flags. Last, the rows of the
+    micro-batch that was out of memory if a start takes fewer.
     """
     place.mkdir()
     os.environ |= {STATUS_FILE: str(place / "status"), SCRIPT_PID: str(os.getpid())}
@@ -188,7 +204,7 @@ def start(
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     if signals.reason:
         raise SystemExit(PREEMPTED)
-    log = place / "launcher.log"
+    log, known = place / "launcher.log", size_of(metrics := Path(run.out_dir) / "metrics.jsonl")
     command = [python, str(HERE / "accelerate_launch.py"), "--config_file", f"{place}/launch.yaml"]
     command += ["--deepspeed_multinode_launcher", "standard", "--log_dir", f"{place}/torchelastic"]
     code = signals.run([*command, _worker(script), *words], log)
@@ -217,7 +233,39 @@ def start(
         text = log.read_text(encoding="utf-8", errors="replace")
         sys.stderr.write(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", text))  # no terminal escapes
         sys.stderr.flush()
-    return status, launched
+    is_full = status in (MemoryFull.status, PeerError.status)  # 7: of a rank on another host
+    return status, launched, halved_rows(metrics, known) if is_full else None
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 if it is missing."""
+    return disk.stat(path).st_size if disk.exists(path) else 0
+
+
+def halved_rows(metrics: Path, known: int) -> int | None:
+    """The rows of a micro-batch that a rank has recorded as halved, None if none has.
+
+    Of metrics.jsonl the first `known` bytes are older. After a record of a process that went on by
+    itself it has another run_start.
+    """
+    rows = None
+    with suppress(OSError), open(metrics, "rb") as file:  # it may be gone
+        file.seek(known)
+        for event in filter(None, map(parse_event, file)):
+            if event["event"] == HALVED and type(event.get("micro_batch_rows")) is int:
+                rows = event["micro_batch_rows"]
+            elif event["event"] == "run_start":
+                rows = None
+    return rows
+
+
+def flags_to_resume(place: Path) -> list[str]:
+    """The flags with which the run of a launch goes on from what it has saved, as if by itself."""
+    from minimind.checkpoint.directory import published_checkpoints
+
+    layout = read_layout(place)  # None before the start of the run
+    is_saved = layout and published_checkpoints(Path(layout.out_dir) / "checkpoints")
+    return ["--resume", "auto"] if layout and is_saved and layout.resume != "auto" else []
 
 
 def log_end_at_once(place: Path, reason: str) -> None:
@@ -240,16 +288,19 @@ def log_end_at_once(place: Path, reason: str) -> None:
 
 
 def prepare_restart(
-    signals: Signals, scratch: Path, number: int, launched: Mapping[str, Any]
+    signals: Signals, places: Sequence[Path], number: int, launched: Mapping[str, Any]
 ) -> list[str]:
-    """Wait for restart `number`, in which the hosts that are left agree; return flags to append."""
+    """Wait for restart `number`, in which the hosts that are left agree; return flags to append.
+
+    `places` are those of the launches of this command.
+    """
     from minimind.launch.restart import next_launch  # pydantic and more
 
     signals.ends_wait = True
     try:
         if signals.reason:
             raise SystemExit(PREEMPTED)
-        variables, flags = next_launch(scratch, number, launched)
+        variables, flags = next_launch(places, number, launched)
     finally:
         signals.ends_wait = False
     os.environ |= {name: str(value) for name, value in variables.items()}

@@ -305,19 +305,19 @@ def what_was_lost(status_file: Path, launched: Launched) -> str:
 
 
 def next_launch(
-    scratch: Path, number: int, document: Mapping[str, Any]
+    places: Sequence[Path], number: int, document: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Agree with the other hosts, and wait; return variables and flags of the next launch.
 
-    `document` is the plan of the launch that was lost. A SystemExit in the wait stops the other
-    hosts, too.
+    `places` are the folders of the launches so far, `document` is the plan of the last one. A
+    SystemExit in the wait stops the other hosts, too.
     """
     launched = Launched.of(document)
-    layouts = (read_layout(scratch / str(start)) for start in range(number))
+    layouts = map(read_layout, places)
     layout = next(filter(None, layouts), None)  # the earliest: of the command as it was given
     me = this_host(launched)
     meeting = meeting_of(layout, launched, me, number)
-    lost = what_was_lost(scratch / str(number - 1) / "status", launched)
+    lost = what_was_lost(places[-1] / "status", launched)
     try:
         return _prepare(number, launched, layout, me, meeting, lost)
     except SystemExit:

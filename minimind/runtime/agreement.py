@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,16 +97,42 @@ def first_difference(store: Store, rank: int, world_size: int, kinds: Kinds) -> 
 
 def first_other(store: Store, rank: int, world_size: int, name: str, value: str) -> int | None:
     """The first rank whose value is not that of rank 0, the same on every rank; collective."""
+
+    def first(values: list[str]) -> str:
+        return next((str(other) for other, its in enumerate(values) if its != value), "")
+
+    differs = _decided(store, rank, world_size, name, value, first)
+    return int(differs) if differs else None
+
+
+def smallest(store: Store, rank: int, world_size: int, name: str, value: int) -> int:
+    """The smallest value of all ranks; collective."""
+    return int(
+        _decided(store, rank, world_size, name, str(value), lambda values: min(values, key=int))
+    )
+
+
+def of_rank_0(store: Store, rank: int, world_size: int, name: str, value: str) -> str:
+    """The value of rank 0; collective."""
+    return _decided(store, rank, world_size, name, value, lambda values: values[0])
+
+
+def _decided(
+    store: Store,
+    rank: int,
+    world_size: int,
+    name: str,
+    value: str,
+    decide: Callable[[list[str]], str],
+) -> str:
+    """What rank 0 decides of the values of all ranks; collective."""
     others = range(1, world_size)
     if rank == 0:
         found = store.multi_get([f"{name}/{other}" for other in others]) if others else []
-        pairs = zip(others, found, strict=True)
-        differs = next((str(other) for other, its in pairs if its.decode() != value), "")
-        store.set(f"{name}/differs", differs)
+        store.set(f"{name}/decided", decide([value, *(its.decode() for its in found)]))
     else:
         store.set(f"{name}/{rank}", value)
-    differs = store.get(f"{name}/differs").decode()
-    return int(differs) if differs else None
+    return store.get(f"{name}/decided").decode()
 
 
 def _sent(kinds: Kinds) -> dict[str, dict[str, tuple[str, str]]]:

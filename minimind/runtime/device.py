@@ -112,8 +112,8 @@ class Host:
         """Name of the product."""
         return cpu_name()
 
-    def memory(self) -> int:
-        """Bytes of the current device; of a CPU, for all processes."""
+    def memory(self, index: int | None = None) -> int:
+        """Bytes of a device (None: the current one); of a CPU, for all processes."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def peak_memory(self, device: torch.device) -> int:
@@ -191,8 +191,9 @@ class Accelerator(Host):
     def model_of(self, device: torch.device) -> str:
         return self.module.get_device_name(device)
 
-    def memory(self) -> int:
-        return self.module.get_device_properties(self.module.current_device()).total_memory
+    def memory(self, index: int | None = None) -> int:
+        index = self.module.current_device() if index is None else index
+        return self.module.get_device_properties(index).total_memory
 
     def peak_memory(self, device: torch.device) -> int:
         return self.module.max_memory_allocated(device)
@@ -262,7 +263,7 @@ class Metal(Accelerator):
     def model_of(self, device: torch.device) -> str:
         return cpu_name()  # of which it is a part
 
-    def memory(self) -> int:
+    def memory(self, index: int | None = None) -> int:
         return torch.mps.recommended_max_memory()
 
     def peak_memory(self, device: torch.device) -> int:

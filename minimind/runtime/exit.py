@@ -23,8 +23,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from minimind.errors import (
+    HALVED,
     PREEMPTED,
     Interrupted,
+    MemoryFull,
     PeerError,
     RendezvousError,
     RunError,
@@ -100,11 +102,11 @@ def _is_observed() -> bool:
     return is_called or bool(sys.flags.inspect) or not os.environ.keys().isdisjoint(INJECTED)
 
 
-def log_end(out_dir: Path, end: Mapping[str, Any], text: str) -> None:
-    """Record an `exit` event, and in console.log the text that was printed."""
+def log_end(out_dir: Path, end: Mapping[str, Any], text: str, event: str = "exit") -> None:
+    """Record an event, and in console.log the text that was printed."""
     with suppress(OSError):  # the disk is full
         with closing(Metrics(out_dir / "metrics.jsonl")) as metrics:
-            metrics.write("exit", **end)
+            metrics.write(event, **end)
         with closing(Console(out_dir)) as console:
             console.begin("end")
             console.write(text)
@@ -197,7 +199,11 @@ class Ending:
         end = {"code": error.code, "status": status, "reason": reason, "step": progress.step}
         end |= {} if progress.has_started else {"started": False}  # not the end of an earlier start
         locked = Path(progress.lock.name).parent if progress.lock else None
-        if out_dir := progress.out_dir or locked:
+        out_dir = progress.out_dir or locked
+        if out_dir and isinstance(error, MemoryFull) and error.halved:
+            with suppress(OSError), closing(Metrics(out_dir / "metrics.jsonl")) as metrics:
+                metrics.write(HALVED, step=progress.step, **error.halved)
+        if out_dir:
             log_end(out_dir, end, "\n".join(lines))
 
     def _is_reported_by_local_rank_0(self) -> bool:

@@ -62,9 +62,9 @@ class _CallableModule(ModuleType):
             from minimind.checkpoint.run_folder import require_out_dir
             from minimind.config.parse import build_config
             from minimind.engine.build import leave_process_group
-            from minimind.errors import UsageError
+            from minimind.errors import MemoryFull, UsageError
             from minimind.train.inputs import require_inputs
-            from minimind.train.pretrain import pretrain
+            from minimind.train.pretrain import log_halved, pretrain
 
             run = build_config({**(flags or {}), **more}, "train({name}=...)")
             if hooks:
@@ -81,6 +81,9 @@ class _CallableModule(ModuleType):
             progress = Progress(rank=rank_of(os.environ))
             try:
                 return pretrain(run, progress, hooks)
+            except MemoryFull as error:
+                log_halved(run, progress, error)
+                raise
             finally:  # the caller may start another run
                 leave_process_group()
                 if progress.lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -20,11 +21,19 @@ from minimind.config.deepspeed.document import leaves
 from minimind.config.flags import AUTO, FLAGS, RULED
 from minimind.config.launcher_env import set_rendezvous_defaults
 from minimind.config.origin import Origin, Rank
+from minimind.config.rules import divided
 from minimind.config.run_config import PACKAGE, RunConfig
 from minimind.engine.build import Engine
 from minimind.errors import DataError, RunError, StorageError, UsageError
 from minimind.runtime import disk
-from minimind.runtime.agreement import Difference, Told, first_difference, first_other
+from minimind.runtime.agreement import (
+    Difference,
+    Told,
+    first_difference,
+    first_other,
+    of_rank_0,
+    smallest,
+)
 from minimind.runtime.collectives import collective_backend, meeting_store, rendezvous
 from minimind.runtime.durable_files import fingerprint, sha256_of
 from minimind.runtime.environment import allow_connections
@@ -101,6 +110,29 @@ def with_common_dtype(store: Any, plan: Plan) -> Plan:
     source = f"{AUTO}: a rank has no bf16 instructions"
     run = run.with_values(Origin(source, Rank.RULE), dtype="float32")
     return replace(plan, resolved=plan.setup.complete(plan.resolved, run, plan.schedule))
+
+
+def with_common_fit(store: Any, plan: Plan) -> Plan:
+    """Plan the largest micro-batch that fits the devices of all ranks; collective.
+
+    All ranks have the facts of rank 0, which reads the records that are compared with them.
+    """
+    launch, fit = plan.setup.launch, plan.fit
+    if store is None:
+        return plan
+    place = (launch.rank, launch.world_size)
+    with rendezvous():
+        rows = smallest(store, *place, "fit", fit.rows if fit else 0)
+        facts = of_rank_0(store, *place, "facts", json.dumps(fit and fit.facts))
+    if fit is None or rows == 0:  # `require_agreement` names what differs
+        return plan
+    plan = replace(plan, fit=replace(fit, facts=json.loads(facts) or fit.facts))
+    if rows == fit.rows:
+        return plan
+    fit = replace(plan.fit or fit, rows=rows, why="as on the rank with the least")
+    run = divided(plan.run, launch.world_size, fit.rows, fit.why)
+    resolved = plan.setup.complete(plan.resolved, run, plan.schedule)
+    return replace(plan, resolved=resolved, fit=fit)
 
 
 def require_agreement(store: Any, given: RunConfig, plan: Plan) -> None:

@@ -20,6 +20,7 @@ from minimind.config.rules import (
     Workload,
     batch_values,
     flags_with_rules,
+    most_rows,
     needs_text,
     smallest_step,
     values_by_rules,
@@ -74,7 +75,8 @@ def with_auto_values(
                 f" {divisors}; {remedies}, or give --batch_size with --allow_change batch"
             )
         if rows:
-            values |= batch_values(known, world_size, rows, setup.device)
+            most = most_rows(known, setup.device)
+            values |= batch_values(known, world_size, rows, most)
         if "warmup_steps" in values and sources is None and needs_text(known):
             del values["warmup_steps"]  # the length of the run, which may be shorter, is not known
             left_open = ["warmup_steps"]

@@ -40,6 +40,7 @@ def dry_run_text(plan: Plan) -> str:
         notices.append(
             f"auto: {', '.join(run.open_flags)} will be chosen from the text; what follows is for"
             f" --batch_size {run.batch_size}"
+            + (f", of at most {fit.rows:,} at once, {fit.why}" if (fit := plan.fit) else "")
         )
     return "\n\n".join([*tables, *notices, costs])
 

@@ -1,33 +1,25 @@
-"""Steps without a finite loss or gradient, and memory that is not enough.
+"""Steps without a finite loss or gradient.
 
 A backend skips by the gradient that all ranks have reduced. All ranks skip the same steps, so the
-code for skipped steps may be collective. Out of memory names a micro-batch that fits.
+code for skipped steps may be collective.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from minimind.architecture.shape import shape_of
-from minimind.config.deepspeed.backend_choice import Setup
-from minimind.config.deepspeed.resolve import ResolvedConfig
-from minimind.config.flags import ALONE
 from minimind.config.run_config import RunConfig
 from minimind.data.rows.order import Order
 from minimind.engine.engine import StepResult, token_ids
-from minimind.errors import MemoryFull, NumericError, which_memory
+from minimind.errors import NumericError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks
-from minimind.runtime.device import CUDA, HOST, device_kind
 from minimind.runtime.durable_files import storing
 
 ROWS_FILE = "nonfinite_rows.jsonl"
@@ -148,85 +140,3 @@ class SkippedSteps:
 def _join(numbers: list[int]) -> str:
     text = ", ".join(map(str, numbers[:4]))
     return f"{text} and {len(numbers) - 4} more" if len(numbers) > 4 else text
-
-
-ALLOCATION = re.compile(r"tried to allocate ([0-9.]+ [A-Za-z]+)", re.IGNORECASE)
-
-
-@contextmanager
-def report_out_of_memory(setup: Setup, resolved: ResolvedConfig) -> Iterator[None]:
-    """Convert a failed allocation inside the block into MemoryFull; other errors pass unchanged."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        where = which_memory(error)
-        if not where:
-            raise
-        raise MemoryFull(_message(error, where, setup, resolved)) from error
-
-
-def _message(error: BaseException, where: str, setup: Setup, resolved: ResolvedConfig) -> str:
-    run, world_size = resolved.run, setup.launch.world_size
-    allocation = ALLOCATION.search(str(error))
-    tried = f" (tried to allocate {allocation[1]})" if allocation else ""
-    micro_batch = (
-        f"{run.micro_batch_rows(world_size)} rows (--batch_size {run.batch_size}"
-        f"{', --split_batches' if run.split_batches else ''}) x {run.max_seq_len} tokens"
-        f" (--max_seq_len {run.max_seq_len})"
-    )
-    if device_kind(setup.device).pins and where == "host":
-        return (
-            f"the host is out of memory{tried}, not the GPU; give --no-async_save, which saves"
-            " without a copy of the training state in host memory, or start fewer processes here"
-        )
-    return f"the {where} is out of memory{tried} with a micro-batch of {micro_batch}; " + (
-        remedy(run, resolved, world_size, setup.device, _capacity(setup))
-    )
-
-
-def _capacity(setup: Setup) -> int:
-    """Memory of one process in bytes: that of its GPU, or its share of the host's."""
-    kind = device_kind(setup.device)
-    return kind.memory() // (setup.launch.local_world_size if kind is HOST else 1)
-
-
-def remedy(
-    run: RunConfig, resolved: ResolvedConfig, world_size: int, device: str, memory: int
-) -> str:
-    """Return the change that makes the step fit, by the estimate of `minimind plan`."""
-    recompute = "" if run.gradient_checkpointing else ", or give --gradient_checkpointing"
-    if run.hugging_face is not None or run.tensor_parallel > 1:
-        why = " (`minimind plan` does not count models of transformers)" if run.hugging_face else ""
-        change = "halve --batch_size and double --accumulation_steps"
-        if run.global_batch_size is not None:  # --batch_size may be far above the micro-batch
-            change = f"give --batch_size {max(1, run.micro_batch_rows(world_size) // 2)}"
-        return f"{change}, which leaves the step as it is{recompute}{why}"
-    from minimind.architecture import costs
-    from minimind.architecture.plan import (
-        GIB,
-        batch_flags,
-        fits,
-        largest_step,
-        layout_of,
-        name_of,
-        recommend,
-    )
-
-    shape, current = shape_of(run), layout_of(run, world_size, resolved.config, device)
-    needed = costs.memory(shape, current)
-    estimate = f"`minimind plan` counts {needed.total / GIB:.2f} GiB for it, of {memory / GIB:.2f}"
-    if fits(needed, memory):
-        free = "end other processes, or raise the limit on this one (ulimit -v, the container's)"
-        if device == CUDA.name:
-            free = "end other processes on this GPU (nvidia-smi lists them)"
-            if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
-                free += ", or set PYTORCH_ALLOC_CONF=expandable_segments:True against fragmentation"
-        elif device_kind(device).shares_memory:
-            free = "end other programs, whose memory the GPU shares"
-        return f"{estimate}, which should fit: {free}{recompute}"
-    if best := largest_step(shape, current, memory):
-        return f"{estimate}; {' '.join(batch_flags(run, best).values())} fits{recompute}"
-    if device not in ALONE and (best := recommend(shape, current, memory)):
-        flags = " ".join(batch_flags(run, best).values())
-        return f"{estimate}; {name_of(best)} with {flags} fits (docs/memory.md)"
-    return f"{estimate}, and nothing fits; lower --dim, --n_layers or --max_seq_len"

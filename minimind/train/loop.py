@@ -32,6 +32,7 @@ from minimind.runtime.terminal import shorten_line
 from minimind.runtime.urls import masked_values
 from minimind.train.evaluate import HeldOutRows, Samples, draw, evaluate, log_evaluation
 from minimind.train.failures import SkippedSteps
+from minimind.train.memory import log_peak
 from minimind.train.start import Plan
 
 if TYPE_CHECKING:
@@ -205,9 +206,14 @@ def freeze_gc(context: RunContext) -> None:
 
 
 def advance_progress(context: RunContext, state: TrainState, steps: int) -> None:
-    """Advance progress and its bar; warn once if step lines will be over an hour apart."""
+    """Advance progress and its bar; warn once if step lines will be over an hour apart.
+
+    After the first step hold its memory against the estimate by which the batch was divided.
+    """
     context.progress.step = state.step
     context.logger.advance()
+    if steps == 1 and context.plan.fit:
+        log_peak(context.plan.setup, context.engine, context.logger, state.step)
     if steps != TIMED_STEPS:
         return
     interval, step_seconds = context.run.log_interval, context.logger.seconds_per_step()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import secrets
 import shlex
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,7 +15,9 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minimind.checkpoint.directory import OWNER
+import torch
+
+from minimind.checkpoint.directory import OWNER, published_checkpoints
 from minimind.checkpoint.identity import identity
 from minimind.checkpoint.resume import Resumed, TrainState, damage_logged, resume, resume_order
 from minimind.checkpoint.retention import Rules, had_rules, saved_in
@@ -26,7 +31,7 @@ from minimind.checkpoint.saver import Saver, sidecar_files
 from minimind.config.deepspeed.backend_choice import advice
 from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import Launch, planned_launch, read_launch
-from minimind.config.origin import Rank
+from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.rows.order import Order
@@ -37,13 +42,14 @@ from minimind.engine.build import (
     leave_process_group,
     print_collectives,
 )
-from minimind.errors import StorageError, UsageError
+from minimind.errors import HALVED, MemoryFull, StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.slowness import Verdicts
 from minimind.runtime import disk
 from minimind.runtime.device import HOST, device_kind
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
+from minimind.runtime.exit import log_end
 from minimind.runtime.heartbeat import Layout, record_layout
 from minimind.runtime.process import Progress
 from minimind.runtime.terminal import folded, phase, screen_columns
@@ -52,10 +58,12 @@ from minimind.train.agreement import (
     require_agreement,
     require_shared_folder,
     with_common_dtype,
+    with_common_fit,
 )
 from minimind.train.evaluate import build_samples, held_out_of
-from minimind.train.failures import SkippedSteps, report_out_of_memory
+from minimind.train.failures import SkippedSteps
 from minimind.train.loop import GO_BACK, RunContext, register_cleanup, train
+from minimind.train.memory import report_out_of_memory
 from minimind.train.rows import build_batches
 from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
 from minimind.train.speed import mfu_per_speed, setting_of
@@ -76,10 +84,21 @@ def pretrain(run: RunConfig, progress: Progress, hooks: Mapping[str, Hook] | Non
     name.
     """
     progress.stop.limit(run.max_minutes)
-    launch = read_launch(os.environ)
+    launch, fewest = read_launch(os.environ), math.inf
+    while not run.dry_run:
+        try:
+            with ExitStack() as cleanup:
+                return train_planned(run, launch, progress, cleanup, hooks)
+        except MemoryFull as error:
+            # As many rows again: the record of them could not be written.
+            rows = error.halved["micro_batch_rows"] if error.halved else fewest
+            if rows >= fewest or not error.goes_on:
+                raise
+            fewest = rows
+            log_halved(run, progress, error)
+            print(f"warning  step {progress.step}: {error}", file=sys.stderr, flush=True)
+        run = begin_anew(run, progress)
     with ExitStack() as cleanup:
-        if not run.dry_run:
-            return train_planned(run, launch, progress, cleanup, hooks)
         from minimind.train.dry_run import dry_run_text
 
         launch = planned_launch(launch, os.environ)
@@ -88,6 +107,29 @@ def pretrain(run: RunConfig, progress: Progress, hooks: Mapping[str, Hook] | Non
             require_place_of_mirror(run, is_start=False)
             print(dry_run_text(plan))
         return 0
+
+
+def log_halved(run: RunConfig, progress: Progress, error: MemoryFull) -> None:
+    """Record that the next start takes a smaller micro-batch, if it does."""
+    if error.halved:
+        fields = {"step": progress.step, **error.halved}
+        log_end(Path(run.out_dir), fields, str(error), event=HALVED)
+
+
+def begin_anew(run: RunConfig, progress: Progress) -> RunConfig:
+    """Free what a run that ended in this process has held; return the flags with which it goes on.
+
+    They resume from a checkpoint that it has saved.
+    """
+    leave_process_group()
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    saved = published_checkpoints(Path(run.out_dir) / "checkpoints")
+    if run.resume != "auto" and progress.has_started and saved:
+        run = run.with_values(Origin("the checkpoint of this run", Rank.FLAG), resume="auto")
+    progress.has_started = False
+    return run
 
 
 def require_place_of_mirror(run: RunConfig, is_start: bool) -> None:
@@ -120,7 +162,7 @@ def train_planned(
     out_dir, is_rank_0 = Path(given.out_dir), launch.rank == 0
     if is_rank_0:
         require_place_of_mirror(given, is_start=True)
-        if disk.exists(out_dir):
+        if progress.lock is None and disk.exists(out_dir):
             progress.lock = lock_out_dir(out_dir)
     # 2. Everything that the flags leave open. The text is tokenized here.
     plan = decide(given, launch, cleanup, tokenize=True)
@@ -130,9 +172,10 @@ def train_planned(
     # 3. The engine, with its process group, of ranks that train the same run.
     store = meet(plan.setup, given.dist_timeout)
     plan = with_common_dtype(store, plan)
+    plan = with_common_fit(store, plan)
     require_agreement(store, given, plan)
     run, (prepared, order, schedule) = plan.run, plan.rows()
-    cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved))
+    cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved, plan.fit))
     engine = build_engine(plan.resolved, plan.initial.build(run, prepared), plan.setup.device)
     del store
     if engine.kind is HOST:

@@ -16,7 +16,7 @@ from minimind.config.deepspeed.backend_choice import Setup, read_setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.flags import AUTO
 from minimind.config.launcher_env import Launch, read_launch
-from minimind.config.rules import needs_text
+from minimind.config.rules import can_divide, divided, needs_text
 from minimind.config.run_config import RunConfig
 from minimind.config.run_record import require_rules
 from minimind.config.schedule import Schedule, budget_steps
@@ -28,6 +28,7 @@ from minimind.runtime.environment import environment_kept
 from minimind.train.auto_values import numbers_to_resume, with_auto_values
 from minimind.train.evaluate import read_sample_prompts
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
+from minimind.train.memory import Fit, largest_fit
 from minimind.train.rows import plan_length, plan_rows, run_budgets
 from minimind.train.text import Text, find_text, read_text, with_text
 
@@ -47,6 +48,7 @@ class Plan:
     prepared: Prepared | None
     order: Order | None
     schedule: Schedule | None
+    fit: Fit | None = None  # of the micro-batch; None if it was given
 
     @property
     def run(self) -> RunConfig:
@@ -120,9 +122,14 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
 
     prepared = read_text(run, text) if tokenize or text.folder else None
     known = with_text(resolved.run, text, prepared)
+    fit, is_open = None, "batch_size" in known.open_flags
     if known.open_flags:
         manifest = prepared and prepared.manifest
         known = with_auto_values(setup, known, resolved.optimizer, manifest, model, resumed)
+    if is_open and can_divide(known):
+        fit = largest_fit(setup, known, resolved, model)
+        if "batch_size" not in known.open_flags:
+            known = divided(known, world_size, fit.rows, fit.why)
     order = schedule = None
     if prepared is not None:
         order, schedule = plan_rows(known, text, prepared, world_size, model)
@@ -138,7 +145,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     if own_loss:
         own_loss.require_sums(model.vocabulary(known))
     resolved = setup.complete(resolved, known, schedule)
-    return Plan(setup, resolved, initial, text, prepared, order, schedule)
+    return Plan(setup, resolved, initial, text, prepared, order, schedule, fit)
 
 
 def rehearse(run: RunConfig, launch: Launch | None = None) -> Plan:

@@ -68,7 +68,7 @@ NONE_HERE = {
     "start": "minimind generate",
     "backend": "nccl",
     "push_to_hub": "minimind export --push_to_hub USER/NAME",
-    "auto_find_batch_size": "minimind plan",
+    "auto_find_batch_size": "--batch_size auto",
     "pipeline-model-parallel-size": "not split",
     "fp8": "FP8",
 }

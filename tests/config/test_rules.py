@@ -18,6 +18,7 @@ from minimind.config.rules import (
     batch_values,
     flags_with_rules,
     held_out_of,
+    most_rows,
     suited_rows,
     suited_values,
     tokens_per_step,
@@ -115,7 +116,8 @@ def test_micro_batches_of_all_processes_are_the_rows(processes: int, split: str,
             rows = processes << power
             run = parse(f"--max_seq_len {length}{split}")
             run = run.with_values(
-                Origin("auto: ", Rank.RULE), **batch_values(run, processes, rows, device)
+                Origin("auto: ", Rank.RULE),
+                **batch_values(run, processes, rows, most_rows(run, device)),
             )
             assert run.rows_per_step(processes) == rows
             each = run.micro_batch_rows(processes)
@@ -146,7 +148,7 @@ def test_micro_batches_of_stages_are_no_larger(tmp_path: Path, processes: int, s
 
 def test_accumulation_that_is_given_is_kept():
     run = parse("--accumulation_steps 4")
-    assert batch_values(run, 2, 64, "cpu") == {"batch_size": 8}
+    assert batch_values(run, 2, 64, 32) == {"batch_size": 8}
 
 
 def test_more_parameters_want_a_lower_rate_and_more_epochs_a_larger_decay():

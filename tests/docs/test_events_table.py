@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from minimind.errors import HALVED
 from minimind.report.history import ENDS, KEPT_EVENTS
 from tests.conftest import ROOT
 
@@ -18,5 +19,5 @@ def test_every_event_that_is_written_is_described():
     section = page.split("\n## Events\n")[1].split("\n## ")[0]
     rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
     described = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(described) == sorted({*found, *KEPT_EVENTS, *ENDS})
+    assert sorted(described) == sorted({*found, *KEPT_EVENTS, *ENDS, HALVED})
     assert {"mirror_kept", "checkpoint_fetched", "exit", "step"} <= found

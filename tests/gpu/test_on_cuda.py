@@ -21,7 +21,7 @@ from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.parse import parse_flags
 from minimind.runtime.hardware import GPU
-from minimind.train.failures import remedy
+from minimind.train.memory import remedy
 from minimind.train.start import traced_steps
 from tests.conftest import PACE, SHAPE
 from tools.gpu import losses, memory, ranks, speed, waits

@@ -391,7 +391,9 @@ def ran(
 
     def run(out: str, **changes: Any) -> tuple[Counter[str], int]:
         device.forget()
-        assert train({**RUN, **changes, **places}, out_dir=str(tmp_path / out)) == 0
+        flags = {**RUN, **changes, **places}
+        flags = {name: value for name, value in flags.items() if value is not None}
+        assert train(flags, out_dir=str(tmp_path / out)) == 0
         start = ("minimind: move", "minimind: _fresh_moments")
         found = {place: count for place, count in device.reads.items() if place not in start}
         return Counter(found), device.waits
@@ -415,6 +417,14 @@ def test_a_run_reads_at_its_reports_evaluations_and_saves_only(ran: Any, tmp_pat
     assert many_waits - few_waits == 1
     events = map(json.loads, (tmp_path / "many" / "metrics.jsonl").read_text().splitlines())
     assert next(events)["device"] == "cuda"
+
+
+def test_the_first_step_is_held_against_the_estimate(ran: Any, tmp_path: Path):
+    ran("fit", batch_size="auto", accumulation_steps=None, max_steps=2)
+    lines = (tmp_path / "fit" / "metrics.jsonl").read_text().splitlines()
+    (found,) = [event for event in map(json.loads, lines) if event["event"] == "memory"]
+    assert (found["step"], found["peak_mib"], found["device_mib"]) == (1, 1024, 80 * 1024)
+    assert 0 < found["estimate_mib"] < 1024
 
 
 def test_a_run_goes_on_from_its_checkpoint(device: Device, ran: Any, tmp_path: Path):

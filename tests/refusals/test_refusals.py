@@ -23,6 +23,7 @@ from minimind.config.deepspeed.resolve import resolve
 from minimind.config.parse import build_parser, parse_flags
 from minimind.engine.build import require_accepted
 from minimind.launch import train_pretrain
+from minimind.runtime.device import CUDA
 from minimind.runtime.exit import Ending
 from tests.refusals.rows import STATUSES, Row, all_rows, command_line, write_files
 
@@ -96,6 +97,7 @@ def outcome(
     """The status of a row's command, and what it wrote to stderr."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: row.gpus)
+    monkeypatch.setattr(type(CUDA), "memory", lambda self, index: 80 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
     monkeypatch.setattr(
         "minimind.config.deepspeed.backend_choice.parent_command", row.launcher.split

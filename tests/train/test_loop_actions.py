@@ -103,7 +103,11 @@ def test_an_hour_without_a_step_line_is_stated_once_steps_are_timed(
     run = parse_flags(["--log_interval", str(interval)])
     ends = SimpleNamespace(total_steps=200)
     context: Any = SimpleNamespace(
-        logger=logger, run=run, schedule=ends, progress=SimpleNamespace(step=0)
+        logger=logger,
+        plan=SimpleNamespace(fit=None),
+        run=run,
+        schedule=ends,
+        progress=SimpleNamespace(step=0),
     )
     logger.begin(0)
     for step in range(1, 9):

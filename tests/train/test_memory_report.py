@@ -23,8 +23,8 @@ from minimind.engine.engine import Engine
 from minimind.errors import MemoryFull, known_error, which_memory
 from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
-from minimind.train import failures
-from minimind.train.failures import remedy
+from minimind.train import memory
+from minimind.train.memory import remedy
 from minimind.train.pretrain import pretrain
 from tests.conftest import SMALL, Launcher, Trained, sentences
 from tools.runs import events
@@ -149,10 +149,10 @@ def test_wherever_it_happens(
         run({**SMALL, **places}, out_dir=str(tmp_path))
 
 
-def advice(line: str, memory: float, world_size: int = 1, device: str = "cuda", **more: Any) -> str:
+def advice(line: str, gib: float, world_size: int = 1, device: str = "cuda", **more: Any) -> str:
     run = parse_flags(["--model", "104m", "--dtype", "bfloat16", *line.split()])
     resolved = ResolvedConfig(run, "single", **more)
-    return remedy(run, resolved, world_size, device, int(memory * GIB))
+    return remedy(run, resolved, world_size, device, int(gib * GIB))
 
 
 def test_the_advice_is_what_fits_by_plan(capsys: pytest.CaptureFixture[str]):
@@ -195,10 +195,10 @@ def test_the_advice_with_a_global_batch_makes_the_micro_batch_smaller():
 def test_a_gpu_run_without_host_memory_is_reported_so(monkeypatch: pytest.MonkeyPatch):
     launch = SimpleNamespace(world_size=1, local_world_size=1)
     setup: Any = SimpleNamespace(device="cuda", launch=launch)
-    monkeypatch.setattr(failures, "_capacity", lambda setup: 80 * GIB)
+    monkeypatch.setattr(memory, "capacity", lambda setup: 80 * GIB)
     resolved = ResolvedConfig(parse_flags(["--dtype", "bfloat16"]), "single")
     with pytest.raises(MemoryFull, match=r"^the host is out of memory, not the GPU; give --no-"):
-        with failures.report_out_of_memory(setup, resolved):
+        with memory.report_out_of_memory(setup, resolved):
             raise MemoryError
 
 
