@@ -44,9 +44,8 @@ def stage_of(flags: Flags) -> Any:
     path = flags.get("deepspeed_config")
     if path in (None, "none"):
         return 2 if path is None else "none"
-    return json.loads(Path(deepspeed_files().get(path, path)).read_text())["zero_optimization"][
-        "stage"
-    ]
+    file = Path(deepspeed_files().get(str(path), str(path)))
+    return json.loads(file.read_text())["zero_optimization"]["stage"]
 
 
 def speed_of(flags: Flags, environment: Mapping[str, str]) -> float:
