@@ -281,7 +281,7 @@ def test_the_launcher_starts_again_without_a_restart_for_each_smaller_micro_batc
     seen: list[tuple[str, list[str]]] = []
     ends = [(10, 8), (10, 4), (7, None), (10, 2), (10, 2)]
 
-    def start(signals: Any, python: str, words: list[str], place: Path) -> Any:
+    def start(signals: Any, python: str, script: str, words: list[str], place: Path) -> Any:
         place.mkdir()
         seen.append((place.name, words))
         status, halved = ends[len(seen) - 1]
