@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from minimind import __version__
-from minimind.config.loss_weights import loss_weights
 from minimind.config.run_config import PROJECT, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
@@ -36,8 +35,6 @@ def identity(
 
     `model` holds those of the architecture.
     """
-    names = [source["name"] for source in prepared.manifest["sources"]]
-    weights = loss_weights(run.loss_weight or (), names)
     groups: dict[str, dict[str, Any]] = {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
         "schedule": {
@@ -55,7 +52,7 @@ def identity(
             "grad_clip": run.grad_clip,
             "optimizer": engine.resolved.optimizer,
             "optimizer_params": engine.resolved.optimizer_params,
-            **({} if weights is None else {"loss_weights": list(weights)}),
+            **_loss_weights(run, prepared),
             **({} if run.ema is None else {"ema": run.ema}),
             **({"dropout": run.dropout} if run.dropout else {}),
             **({} if run.mup_base_dim is None else {"mup_base_dim": run.mup_base_dim}),
@@ -83,6 +80,16 @@ def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:
     told = {"template_date": run.template_date, "chat_template_kwargs": run.chat_template_kwargs}
     told = {name: value for name, value in told.items() if value is not None}
     return {"chat_template": sha256(source.encode()).hexdigest(), **told}
+
+
+def _loss_weights(run: RunConfig, prepared: Prepared) -> dict[str, list[float]]:
+    """Weights of the targets of each source, if they differ."""
+    if not run.loss_weight:
+        return {}
+    from minimind.config.loss_weights import loss_weights
+
+    names = [source["name"] for source in prepared.manifest["sources"]]
+    return {"loss_weights": [*(loss_weights(run.loss_weight, names) or ())]}
 
 
 def _own_loss(run: RunConfig) -> dict[str, str]:
