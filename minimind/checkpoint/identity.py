@@ -17,7 +17,6 @@ from minimind.config.run_config import PROJECT, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order, Ranges, count_rows
-from minimind.data.text.inputs import loss_weights
 from minimind.engine.build import Engine
 from minimind.runtime import disk
 from minimind.runtime.device import device_kind
@@ -36,8 +35,12 @@ def identity(
 
     `model` holds those of the architecture.
     """
-    names = [source["name"] for source in prepared.manifest["sources"]]
-    weights = loss_weights(run.loss_weight or (), names)
+    weights = None
+    if run.loss_weight:
+        from minimind.data.text.inputs import loss_weights
+
+        names = [source["name"] for source in prepared.manifest["sources"]]
+        weights = loss_weights(run.loss_weight, names)
     groups: dict[str, dict[str, Any]] = {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
         "schedule": {
