@@ -163,6 +163,11 @@ def _check_length(sweep: Sweep, path: str) -> None:
 def _check_dimension(name: str, dimension: list[str] | Range, sampler: str, path: str) -> None:
     """Raise UsageError for a value that the flag refuses, or an invalid range."""
     where = f"dimensions of {path}"
+    if name == "loss_weight":
+        raise UsageError(
+            f"{name} ({where}) also weighs the validation loss, by which trials are compared; give"
+            " it in flags"
+        )
     if not isinstance(dimension, Range):
         values = [
             text

@@ -122,7 +122,11 @@ def held_out_of(run: RunConfig, prepared: Prepared, order: Order, steps: int) ->
     rows = held_out_rows(prepared.val, number, row_tokens, weights)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     sizes = prepared.bytes_per_id("val")
-    of_loss = loss_weights(run.loss_weight or (), names)
+    of_loss = None
+    if run.loss_weight:
+        from minimind.data.text.inputs import loss_weights
+
+        of_loss = loss_weights(run.loss_weight, names)
     return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, weights, reads, of_loss)
 
 

@@ -77,13 +77,15 @@ def _plan_mixture(
     for size, source in zip(sizes, sources, strict=True):
         if not size and len(sizes) > 1:
             name, tokens = source["name"], source["tokens"]["train"]
-            fault, change = f"has {tokens:,} training tokens, fewer than", "lower"
-            if tokens >= row_tokens:  # conversations
-                fault, change = "has no conversation whose first answer ends within", "raise"
-            raise TooFewRows(
-                f"{paths}: source {name} {fault} a row of {row_tokens}; add text to it, leave it"
-                f" out, or {change} --max_seq_len"
-            )
+            fault = f"has {tokens:,} training tokens, fewer than a row of {row_tokens}"
+            change = ", leave it out, or lower --max_seq_len"
+            if run.task == "sft":
+                fault = "has no conversation to train on"
+                change = ", or leave it out"
+                if tokens:
+                    fault += f" whose first answer ends within a row of {row_tokens}"
+                    change = ", leave it out, or raise --max_seq_len"
+            raise TooFewRows(f"{paths}: source {name} {fault}; add text to it{change}")
     weights = [source["weight"] for source in sources]
     try:
         return None if None in weights else Mixture(sizes, tuple(weights), left_out)

@@ -322,6 +322,7 @@ def data_notes(context: RunContext) -> list[str]:
     """What of the text is not read, not validated, or lost by the tokenizer."""
     run, text, prepared = context.run, context.plan.text, context.prepared
     notes = [f"lossy    {line}" for line in loss_lines(prepared.manifest["sources"])]
+    notes += _shorter_stages(context)
     if names := context.held_out.unvalidated:
         notes.append(
             f"warning  no row of {', '.join(names)} is held out: the validation loss covers only"
@@ -346,6 +347,25 @@ def data_notes(context: RunContext) -> list[str]:
     notes += (f"warning  {remark}" for remark in prepared.remarks)
     if ignored := prepared.manifest.get("ignored"):
         notes.append(f"ignored keys beside the turns: {', '.join(ignored)}")
+    return notes
+
+
+def _shorter_stages(context: RunContext) -> list[str]:
+    """Warn of conversations that rows of --max_seq_len hold, but not those of a stage."""
+    train, notes = context.prepared.train, []
+    if not isinstance(train, ConversationShards):
+        return notes
+    names = [source["name"] for source in context.prepared.manifest["sources"]]
+    for stage in _stages_read(context):
+        row_tokens = stage["max_seq_len"] + 1
+        too_long = dict(zip(names, train.too_long(row_tokens), strict=True))
+        read = [source["name"] for source in stage["sources"]]
+        number = sum(too_long[name] for name in read)
+        if number and row_tokens <= context.run.max_seq_len:
+            notes.append(
+                f"warning  stage {stage['name']}: {count(number, 'conversation')} of"
+                f" {', '.join(read)} cut or dropped, as longer than its rows of {row_tokens} tokens"
+            )
     return notes
 
 

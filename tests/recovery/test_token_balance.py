@@ -106,14 +106,24 @@ def test_a_weighted_mixture_adds_up_by_source(
 
 
 def test_the_conversations_of_each_part_are_counted():
-    counts = {"text": 9_700, "held_out": 500, "held_out_cut": 0, "held_out_dropped": 0}
+    counts: dict[str, Any] = {
+        "text": 9_700,
+        "held_out": 500,
+        "held_out_cut": 0,
+        "held_out_dropped": 0,
+    }
     counts |= {"in_rows": 9_000, "targets": 4_000, "cut_off": 200, "conversations": 95}
-    counts |= {"held_out_conversations": 5, "cut": 2, "dropped": 1, "padding": 1_000}
-    assert sentence(counts) == (
+    counts |= {"held_out_conversations": 5, "cut": 2, "dropped": 1, "padding": 1_000, "sources": []}
+    line = (
         "9,700 in 100 conversations: 9,000 in the rows (94), 500 held out (5), 200 lost (2 cut at"
         " the end of a turn and 1 dropped, as nothing to train on ends within a row); 4,000 are"
         " targets; 10% of the rows is padding"
     )
+    assert sentence(counts) == line
+    shares = [("a", 40, 30), ("b", 60, 70)]
+    counts["sources"] = [dict(zip(("name", "rows", "epoch"), one, strict=True)) for one in shares]
+    of_sources = "30 rows of a (0.75 times) + 70 rows of b (1.17 times)"
+    assert sentence(counts) == f"{line}; an epoch by weight: {of_sources}"
 
 
 def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

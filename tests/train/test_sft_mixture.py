@@ -14,7 +14,7 @@ import pytest
 import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.config.loss_weights import loss_weights
-from minimind.errors import CheckpointError, UsageError
+from minimind.errors import CheckpointError, TooFewRows, UsageError
 from minimind.inference.score import LossSums
 from minimind.recovery.step_rows import RunLog, documents_of, read_run, rows_at, steps_reading
 from minimind.train.evaluate import HeldOutRows, mixture
@@ -226,7 +226,7 @@ def test_stages_change_weights_and_row_length(place: Path, tmp_path: Path):
     stages = {
         "sources": {name: str(place / f"{name}.jsonl") for name in ("talk", "sums")},
         "stages": [
-            {"name": "short", "until": "50%", "weights": {"sums": 1}, "max_seq_len": 32},
+            {"name": "short", "weights": {"talk": 1, "sums": 3}, "until": "50%", "max_seq_len": 32},
             {"name": "both", "weights": {"talk": 2, "sums": 1}},
         ],
     }
@@ -236,8 +236,14 @@ def test_stages_change_weights_and_row_length(place: Path, tmp_path: Path):
     assert train(given, out_dir=str(tmp_path / "run")) == 0
     log = read_run(tmp_path / "run")
     assert [one.row_tokens for one in log.stretches] == [33, 65]
-    assert read_by_source(log, range(1, 7)) == {"sums": 6 * ROWS}
+    assert read_by_source(log, range(1, 7)) == {"talk": 1.5 * ROWS, "sums": 4.5 * ROWS}
     assert read_by_source(log, range(7, 13)) == {"talk": 4 * ROWS, "sums": 2 * ROWS}
+    lengths = np.diff(documents_of(log.at(1)).prepared.train.document_ends(), prepend=0)
+    longer = int((lengths > 33).sum())
+    assert 0 < longer < (lengths > 20).sum()
+    told = " ".join((tmp_path / "run" / "console.log").read_text().split())
+    assert f"stage short: {longer} conversations of talk, sums cut or dropped" in told
+    assert told.count("cut or dropped") == 1
     assert train(given, out_dir=str(tmp_path / "stopped"), stop_at_step=7) == 75
     assert train(given, out_dir=str(tmp_path / "stopped")) == 0
     assert steps(tmp_path / "stopped") == steps(tmp_path / "run")
@@ -258,6 +264,16 @@ def test_bad_conversations_of_a_source_are_listed(place: Path, tmp_path: Path):
     assert json.loads(line)["line"] == 61
     (start,) = events(tmp_path / "run", "run_start")
     assert start["skipped"]["count"] == 1
+
+
+def test_a_source_without_a_row_is_refused_with_its_way_out(place: Path, tmp_path: Path):
+    long = [{"prompt": f"{n} {'x ' * 99}", "completion": "y"} for n in range(40)]
+    write(tmp_path / "long.jsonl", long)
+    (tmp_path / "empty.jsonl").write_text("")
+    for name, words in (("long", "first answer .* or raise"), ("empty", "to train on; .* out$")):
+        given = flags(place, source=[*sources(place), f"{name}={tmp_path / name}.jsonl"])
+        with pytest.raises(TooFewRows, match=f"source {name} has no conversation .*{words}"):
+            train({**given, "on_bad_data": "skip"}, out_dir=str(tmp_path / "run"))
 
 
 def test_sources_are_files_of_conversations(place: Path, tmp_path: Path):

@@ -90,6 +90,12 @@ class ConversationShards(TokenShards):
         """Rows of each source."""
         return self.packing(row_tokens).sizes
 
+    def too_long(self, row_tokens: int) -> tuple[int, ...]:
+        """Conversations of each source that are cut or dropped, as longer than a row."""
+        ends = [gap[1] for gap in self.packing(row_tokens).gaps]
+        before = np.searchsorted(ends, [0, *self.source_ends()], side="right")
+        return tuple(np.diff(before).tolist())
+
     def row_starts(self, indices: np.ndarray, row_tokens: int) -> np.ndarray:
         """Position of the first token of each row, int64."""
         return self.packing(row_tokens).starts[np.asarray(indices, dtype=np.int64)]

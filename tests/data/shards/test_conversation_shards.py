@@ -98,11 +98,14 @@ def test_a_long_conversation_is_cut_after_an_assistant_turn_or_dropped(tmp_path:
     shards = write(tmp_path, [[short, three_turns, no_answer, short]])
     packing = shards.packing(4)
     assert (packing.conversations, packing.cut, packing.dropped) == (4, 1, 1)
+    assert shards.too_long(4) == (2,)
     rows = shards.read_rows(np.arange(3), 4).tolist()
     five, ten, padding = (~(token + START) for token in (5, 10, EOS))
     assert rows == [[five, 6, ~EOS, padding], [ten, 11, 12, padding], [five, 6, ~EOS, padding]]
     assert (packing.tokens, shards.targets(4)) == (9, 4)
     assert shards.packing(7).cut == 0
+    shards = write(tmp_path, [[short], [three_turns, short], [no_answer, three_turns]])
+    assert (shards.too_long(4), shards.too_long(7)) == ((0, 1, 2), (0, 0, 0))
 
 
 def test_ids_come_without_marks_and_unknown_ones_are_refused(tmp_path: Path):
