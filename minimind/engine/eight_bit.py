@@ -24,7 +24,7 @@ from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytes  # noqa: E402
 BLOCK = OPTIMIZERS["adamw_8bit"].blocks
 TABLES = "dynamic", "udynamic"  # bitsandbytes' names of those of both moments
 SMALLEST = 4096  # elements; tensors of fewer stay in fp32, as bitsandbytes decides
-PART = BLOCK * 2**12  # elements that are quantized together, in tens of bytes each
+PART = BLOCK * 2**10  # elements that are quantized together, in tens of bytes each
 ULPS = 3  # candidates of a scale to both sides
 
 

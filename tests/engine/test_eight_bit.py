@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from minimind.architecture.costs import Layout, memory
+from minimind.architecture.plan import shape_of
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags
@@ -101,6 +104,10 @@ def test_memory_of_an_update_a_save_and_a_resume():
     optimizer, p, _ = stepped(size, 1)
     expected = 4 * OPTIMIZERS["adamw_8bit"].copies_on_cpu
     assert most_allocated(optimizer.step) / size == pytest.approx(expected, abs=0.5)
+    tiny = shape_of(parse_flags(["--model", "tiny"]))
+    on_gpu = Layout(2, 1, "bfloat16", 1, optimizer="adamw_8bit")
+    more = memory(tiny, replace(on_gpu, device="cpu")).update - memory(tiny, on_gpu).update
+    assert more / tiny.parameters == pytest.approx(expected, rel=1e-3)
     assert most_allocated(lambda: optimizer.unpacked(p, "exp_avg", 0, size)) / size < 12.5
     moments = {kind: optimizer.unpacked(p, kind, 0, size) for kind, _ in MOMENTS}
     assert most_allocated(lambda: optimizer.pack(p, {"step": 1, **moments})) / size < 16
