@@ -68,7 +68,7 @@ WITHOUT_TORCH = """
     config.stages config.tasks data.rows.stages data.prepare.mixed
 """.split()
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "plotly", "datatrove", "ray"}
-HEAVY |= {"starlette", "uvicorn"}
+HEAVY |= {"starlette", "uvicorn", "bitsandbytes"}
 
 
 def test_what_needs_no_torch_imports_none():
@@ -101,12 +101,14 @@ OFF = """
     data.text data.prepare.prepare data.prepare.encode data.prepare.remote data.tokenizer.hf_export
     data.tokenizer.hf_tokenizer data.tokenizer.sentencepiece inference.engine inference.prompts
     architecture.plan architecture.costs engine.deepspeed_backend engine.op_build_lock
+    engine.eight_bit
     runtime.filesystem runtime.download runtime.object_cache cli sweep config.stages
     data.rows.stages data.prepare.mixed config.tasks train.patience train.rollback train.scores
     inference.scores inference.own_tasks inference.questions inference.lm_eval_tasks
     inference.shared_lm
 """.split()
 OF_OFF = {
+    "bitsandbytes",
     "lm_eval",
     "plotly",
     "wandb",

@@ -155,7 +155,7 @@ def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
 def _temporaries(shape: Shape, layout: Layout) -> int:
     """Bytes of an update beyond those of AdamW.
 
-    Other optimizers: one fp32 copy of the largest weight, of the shard under ZeRO. Muon: its
+    Other optimizers: fp32 copies of the largest weight, of the shard under ZeRO. Muon: its
     shard's update in two precisions, then the gathered updates and the stack that is iterated, less
     the gradients that ZeRO has freed.
     """
@@ -163,7 +163,9 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
     part = shard + others
     row = OPTIMIZERS[layout.optimizer]
     if not row.orthogonalizes:
-        return row.copies * FP32 * (part if layout.stage else shape.largest)
+        is_on_cpu = layout.device == "cpu" or layout.offload_optimizer
+        copies = row.copies + is_on_cpu * row.copies_on_cpu
+        return copies * FP32 * (part if layout.stage else shape.largest)
     b, matrix = layout.iteration, shape.dim * max(shape.q_dim, shape.hidden_dim)
     stack = max(matrix, min(STACKS.get(layout.device, 0), shape.hidden_matrices))
     iterated = (FP32 + 2 * b) * stack

@@ -155,9 +155,9 @@ class Saver:
             "counters": engine.backend.counters(),
         }
         buffers = _persistent_buffers(engine.model)
-        slices = list(held.slices(engine.rank, engine.world_size))
-        if self._staging:  # last: what the host reads after it waits for the copies too
-            slices = self._staging.copy(slices)
+        # One by one: moments in 8 bits become fp32. Last: what the host reads after it waits too.
+        slices = held.slices(engine.rank, engine.world_size)
+        slices = self._staging.copy(slices) if self._staging else list(slices)
         snapshot = Snapshot(manifest, slices, buffers, about)
         future = self._thread.submit(self._save, snapshot, started)
         self._saving = Saving(future, (time.perf_counter() - started) * 1e3)

@@ -65,6 +65,7 @@ class Optimizer:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # parameters without a flag
     normalizes: bool = True  # the size of an update does not follow that of the gradient
     copies: int = 0  # of a weight or shard in fp32 that an update makes, beyond those of AdamW
+    copies_on_cpu: int = 0  # the same beyond `copies`, where a CPU computes it
     package: str = ""  # an extra of this name installs it
 
     @property
@@ -97,6 +98,7 @@ OPTIMIZERS = {
         blocks=256,
         flags=("beta1", "beta2"),
         fixed={"eps": 1e-8},
+        copies_on_cpu=5,  # the moments, the gradient, and two for the root of the second moment
         package="bitsandbytes",
     ),
     "muon": Optimizer(

@@ -302,11 +302,17 @@ def leave_process_group() -> None:
 def require_accepted(resolved: ResolvedConfig, device: str) -> None:
     """Raise UsageError if DeepSpeed's configuration, optimizer or scheduler refuses a value.
 
-    Also if the optimizer is of a package that is not installed. Starts and compiles nothing.
+    Also if the optimizer is of a package that is not installed or has no update for `device`.
+    Starts and compiles nothing.
     """
     name = resolved.run.optimizer
     if package := OPTIMIZERS[name].package:
         require_extra(package, f"--optimizer {name}", package)
+        if device not in ("cpu", "cuda", "xpu"):
+            raise UsageError(
+                f"--optimizer {name} has no update for --device {device} in {package};"
+                " use --optimizer adamw"
+            )
     if resolved.backend != "deepspeed":
         return
     configure_libraries(device)

@@ -24,6 +24,7 @@ from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytes  # noqa: E402
 BLOCK = OPTIMIZERS["adamw_8bit"].blocks
 TABLES = "dynamic", "udynamic"  # bitsandbytes' names of those of both moments
 SMALLEST = 4096  # elements; tensors of fewer stay in fp32, as bitsandbytes decides
+PART = BLOCK * 2**10  # elements that are quantized together, in tens of bytes each
 ULPS = 3  # candidates of a scale to both sides
 
 
@@ -43,8 +44,10 @@ class AdamW8bit(BitsAndBytes):
         codes = state[f"state{n}"].view(-1)[start : start + length]
         if f"absmax{n}" not in state:  # a small tensor, which stays in fp32
             return codes
-        blocks = torch.arange(start, start + length, device=codes.device) // BLOCK
-        return state[f"qmap{n}"][codes.int()] * state[f"absmax{n}"][blocks]
+        first, last = start // BLOCK, -(-(start + length) // BLOCK)
+        scales = state[f"absmax{n}"][first:last, None].expand(-1, BLOCK).reshape(-1)
+        values = state[f"qmap{n}"].index_select(0, codes.int())
+        return values.mul_(scales[start - first * BLOCK :][:length])
 
     def pack(self, owner: Tensor, moments: dict[str, Any]) -> bool:
         """Store `step` and fp32 moments by kind; return whether 8 bits hold them exactly."""
@@ -55,11 +58,12 @@ class AdamW8bit(BitsAndBytes):
                 if name not in self.name2qmap:
                     self.fill_qmap()
                 table = self.name2qmap[name] = self.name2qmap[name].to(owner.device)
-                found = quantized(values, table)
-                if found is None:
+                found = [quantized(part, table) for part in values.split(PART)]
+                if None in found:
                     return False
-                values, scales = found
-                state |= {f"qmap{n}": table, f"absmax{n}": scales}
+                parts, scales = zip(*found, strict=True)
+                values = torch.cat(parts)
+                state |= {f"qmap{n}": table, f"absmax{n}": torch.cat(scales)}
             state[f"state{n}"] = values.view(owner.shape)
         self.state[owner] = state
         return True

@@ -357,7 +357,8 @@ class ZeroState:
             raise CheckpointError(
                 f"{f.name}: its moments were saved by another optimizer, ZeRO stage or number of"
                 f" processes, and {type(self.base).__name__} here cannot hold them exactly; use"
-                " those that saved them, or load only the weights (--init_from)"
+                " those that saved them, or --optimizer adamw --allow_change lr, or load only the"
+                " weights (--init_from)"
             )
 
     def _read(self, read: Callable[[str, str, int, int], Tensor], kind: str, f: Fragment) -> Tensor:

@@ -37,7 +37,7 @@ WRAPPERS = {
 # One of each wrapper and way of saving one; the rest is long.
 SHORT = [
     *("ddp, bf16", "0, bf16", "1, bf16, fp32 sums", "2, bf16, round robin"),
-    *("2, fp16", "2, bf16, experts, Muon", "2, mixed", "3, bf16"),
+    *("2, fp16", "2, bf16, experts, Muon", "2, mixed", "3, bf16", "2, bf16, round robin, 8 bits"),
 ]
 MIXED = [n for n in CASES if "mixed" in n and not n.endswith(("Muon", "experts"))]
 LONG = [name for name in CASES if name not in SHORT]
@@ -64,6 +64,7 @@ LONG_CROSSINGS = [
     "2, bf16, offload, Lion -> 2, bf16, CPULion",
     "2, bf16, CPULion -> ddp, bf16, Lion",
     "2, fp32, SGD -> 3, fp32, SGD",
+    "2, bf16, 8 bits -> 2, bf16",
 ]
 SOURCES = [name.partition(" -> ")[0] for name in LONG_CROSSINGS]
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
+from minimind.architecture.costs import Layout, memory
+from minimind.architecture.plan import shape_of
 from minimind.config.deepspeed.resolve import ResolvedConfig
+from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.parse import parse_flags
 from minimind.engine.build import require_accepted
-from minimind.engine.eight_bit import BLOCK, AdamW8bit, quantized
+from minimind.engine.eight_bit import BLOCK, PART, AdamW8bit, quantized
 from minimind.engine.state import Fragment, ZeroState
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import installed
@@ -80,6 +86,33 @@ def test_a_small_weight_keeps_moments_in_fp32():
     assert torch.allclose(optimizer.unpacked(p, "exp_avg", 0, 100), 0.1 * gradients[0])
 
 
+def most_allocated(work: Callable[[], Any]) -> int:
+    """Bytes that were allocated at once during `work`."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        kept = work()
+    del kept
+    found: Any = seen.profiler
+    changes = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+
+
+def test_memory_of_an_update_a_save_and_a_resume():
+    """Bytes per element: the plan counts those of an update; the others stay below it."""
+    size = 6 * PART
+    optimizer, p, _ = stepped(size, 1)
+    expected = 4 * OPTIMIZERS["adamw_8bit"].copies_on_cpu
+    assert most_allocated(optimizer.step) / size == pytest.approx(expected, abs=0.5)
+    tiny = shape_of(parse_flags(["--model", "tiny"]))
+    on_gpu = Layout(2, 1, "bfloat16", 1, optimizer="adamw_8bit")
+    more = memory(tiny, replace(on_gpu, device="cpu")).update - memory(tiny, on_gpu).update
+    assert more / tiny.parameters == pytest.approx(expected, rel=1e-3)
+    assert most_allocated(lambda: optimizer.unpacked(p, "exp_avg", 0, size)) / size < 12.5
+    moments = {kind: optimizer.unpacked(p, kind, 0, size) for kind, _ in MOMENTS}
+    assert most_allocated(lambda: optimizer.pack(p, {"step": 1, **moments})) / size < 16
+
+
 def state_of(optimizer: torch.optim.Optimizer) -> ZeroState:
     (p,) = optimizer.param_groups[0]["params"]
     fragment = Fragment("w", 0, p.numel(), p, 0)
@@ -125,3 +158,9 @@ def test_a_missing_package_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(UsageError, match=r"adamw_8bit needs the package bitsandbytes.*pip install"):
         require_accepted(resolved, "cpu")
+
+
+def test_a_device_that_bitsandbytes_has_no_update_for_is_refused():
+    resolved = ResolvedConfig(parse_flags(["--optimizer", "adamw_8bit"]), "single")
+    with pytest.raises(UsageError, match=r"adamw_8bit has no update for --device mps"):
+        require_accepted(resolved, "mps")
