@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_of
@@ -147,10 +148,28 @@ def test_one_rank_of_two_ends_the_run_of_both_and_an_own_loss_is_that_of_one_pro
     monkeypatch.setenv("WORLD_SIZE", "1")
     alone = f"{SHAPE} {PACE} {flags} --accumulation_steps 4 --deepspeed_config none"
     alone += f" --data_path {launch.corpus} --cache_dir {launch.cache}"
-    words = [*alone.split(), "--out_dir", str(tmp_path / "one")]
-    assert train(words, on_eval=lambda step, numbers: step == 8) == 0
+    words = alone.replace("--", "").split()
+    given = {
+        name: yaml.safe_load(value) for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    given["out_dir"] = str(tmp_path / "one")
+    assert train(given, on_eval=lambda step, numbers: step == 8) == 0
     found = [[one["loss"] for one in events(tmp_path / n, "step")] for n in ("two", "one")]
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_script_that_fails_before_it_trains_says_so(launch: Launcher, tmp_path: Path):
+    script = "import sys\nprint('mine', *sys.argv[2:], file=sys.stderr)\n"
+    (tmp_path / "mine.py").write_text(f"{script}import minimind, beside\n")
+    (tmp_path / "beside.py").write_text("raise ValueError(__name__)")
+    words = launch.command(tmp_path / "run", "--eval_interval 4")
+    words.insert(2, "mine.py")
+    done = subprocess.run(
+        words, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    assert f"mine {' '.join(words[4:])}" in done.stderr
+    assert "ValueError: beside" in done.stderr
 
 
 @pytest.mark.long
