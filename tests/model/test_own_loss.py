@@ -95,10 +95,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("losses_of_test:fails", "raised IndexError"),
         ("losses_of_test:one", "raised TypeError"),
         ("losses_of_test:infinite", "is inf for random logits"),
-        (
-            "losses_of_test:noisy",
-            "for the same 4 rows; compute it from",
-        ),
+        ("losses_of_test:noisy", "for the same 4 rows; compute it from"),
         ("losses_of_test:exits", "raised SystemExit: 3"),
         ("losses_of_test:value", "value is no function"),
         ("losses_of_test:absent", "absent is not there"),
