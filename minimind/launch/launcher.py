@@ -121,7 +121,7 @@ def main(python: str, flags: Sequence[str]) -> int:
     flags = flags[bool(script) :]
     for at, word in enumerate(flags):
         if word in ("--help", "-h"):
-            os.execvp(python, [python, _worker(script), *flags[at : at + 2]])
+            os.execvp(python, [python, *_worker(script), *flags[at : at + 2]])
     if os.sep in python:  # for the tools beside it, such as ninja
         beside = os.path.abspath(os.path.dirname(python))
         os.environ["PATH"] = f"{beside}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
@@ -207,7 +207,7 @@ def start(
     log, known = place / "launcher.log", size_of(metrics := Path(run.out_dir) / "metrics.jsonl")
     command = [python, str(HERE / "accelerate_launch.py"), "--config_file", f"{place}/launch.yaml"]
     command += ["--deepspeed_multinode_launcher", "standard", "--log_dir", f"{place}/torchelastic"]
-    code = signals.run([*command, _worker(script), *words], log)
+    code = signals.run([*command, *_worker(script), *words], log)
     _await_workers(place)
     status, shows_log = code, "--debug" in words
     if claim := read_claim():
@@ -329,10 +329,12 @@ def _await_workers(place: Path) -> None:
         time.sleep(0.1)
 
 
-def _worker(script: str) -> str:
+def _worker(script: str) -> list[str]:
     """The program of a worker: the user's script, or that of the checkout, or of the package."""
+    if script:
+        return [str(HERE / "own_script.py"), script]
     own = PROJECT / "train_pretrain.py"
-    return script or str(own if disk.exists(own) else HERE / "train_pretrain.py")
+    return [str(own if disk.exists(own) else HERE / "train_pretrain.py")]
 
 
 def _say(text: str) -> None:

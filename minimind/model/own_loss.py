@@ -7,7 +7,6 @@ does not depend on how the rows are divided.
 """
 
 import importlib
-import inspect
 import math
 import os
 import sys
@@ -32,6 +31,7 @@ class OwnLoss:
 
     name: str  # MODULE:FUNCTION
     function: Callable[..., object]
+    file: str | None  # of its module, where that has one
 
     @classmethod
     def imported(cls, name: str) -> "OwnLoss":
@@ -41,7 +41,7 @@ class OwnLoss:
         sys.path.insert(0, here)
         try:
             module = importlib.import_module(module_name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {first_lines(error)}"
             raise UsageError(
                 f"--loss {name}: {module_name} cannot be imported ({what}); correct it, or start"
@@ -51,19 +51,23 @@ class OwnLoss:
         finally:
             sys.path.remove(here)
         function = getattr(module, attribute, None)
+        file = getattr(module, "__file__", None)
         if not callable(function):
             what = "is no function" if hasattr(module, attribute) else "is not there"
             raise UsageError(
-                f"--loss {name}: {attribute} {what} in {module.__file__ or module_name}; name a"
-                " function of it"
+                f"--loss {name}: {attribute} {what} in {file or module_name}; name a function of it"
             )
-        return cls(name, function)
+        return cls(name, function, file)
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum, a float32 scalar; raise UsageError for what it raises, or if it is no scalar."""
+        """The sum, a float32 scalar; raise UsageError for what it raises, or if it is no scalar.
+
+        Computed in float32 under autocast, too. It has a gradient, of zeros for a constant.
+        """
         try:
-            found: object = self.function(logits.float(), targets)
-        except Exception as error:
+            with torch.autocast(logits.device.type, enabled=False):
+                found: object = self.function(logits.float(), targets.clone())
+        except (Exception, SystemExit) as error:
             if which_memory(error):
                 raise
             raise UsageError(
@@ -72,7 +76,9 @@ class OwnLoss:
                 table=trace_lines(error),
             ) from error
         if isinstance(found, Tensor) and found.ndim == 0 and found.is_floating_point():
-            return found.float()
+            return (
+                found.float() if found.requires_grad else found.float() + logits[:0].float().sum()
+            )
         kind = type(found).__name__
         if isinstance(found, Tensor):
             kind = f"a tensor of shape {tuple(found.shape)} and {found.dtype}"
@@ -84,8 +90,7 @@ class OwnLoss:
 
     def digest(self) -> str:
         """SHA-256 of the file of its module; empty where that has none."""
-        file = inspect.getsourcefile(inspect.getmodule(self.function) or self.function)
-        return sha256(Path(file).read_bytes()).hexdigest() if file else ""
+        return sha256(Path(self.file).read_bytes()).hexdigest() if self.file else ""
 
     def require_sums(self, vocabulary: int) -> None:
         """Try it on a few random rows; raise UsageError if the sums of parts are not the whole."""
@@ -100,6 +105,12 @@ class OwnLoss:
                 )
             if not grad.any():
                 raise self.fault("has no gradient", "compute it from the logits, by torch")
+            again, _ = self._with_gradient(logits, targets)
+            if not math.isclose(again, whole, rel_tol=ROUNDING):
+                raise self.fault(
+                    f"is {whole:g}, then {again:g} for the same 4 rows",
+                    "compute it from the logits and targets alone",
+                )
             first, _ = self._with_gradient(logits[:1], targets[:1])
             others, _ = self._with_gradient(logits[1:], targets[1:])
             if not math.isclose(first + others, whole, rel_tol=ROUNDING):
@@ -118,9 +129,7 @@ class OwnLoss:
                 )
 
     def _with_gradient(self, logits: Tensor, targets: Tensor) -> tuple[float, Tensor]:
-        """The sum, and its gradient by the logits; zeros if it has none."""
+        """The sum, and its gradient by the logits."""
         leaf = logits.clone().requires_grad_()
-        found = self(leaf, targets.clone())
-        if found.requires_grad:
-            found.backward()
-        return found.item(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        found = self(leaf.clone(), targets)  # which it may change
+        return found.item(), torch.autograd.grad(found, leaf)[0]

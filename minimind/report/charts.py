@@ -354,7 +354,7 @@ def _loss(axis: Axis, runs: Sequence[Run]) -> Chart:
         window, prefix = window_of(len(x)), "" if is_single else f"{run.name} "
         mean = f"mean of {formats.count(window, 'line')}" if is_single else run.name
         group: dict[str, Any] = {} if is_single else {"legendgroup": f"run{n}"}
-        nats = nats_of_a_bit(run)[0]
+        nats = math.nan if run.own_loss else nats_of_a_bit(run)[0]
         meta = {"axis": n, **({"nats": nats} if math.isfinite(nats) else {})}
         raw, first_lost = (
             {**meta, "role": "raw"},
@@ -379,7 +379,10 @@ def _loss(axis: Axis, runs: Sequence[Run]) -> Chart:
             steps = np.array(runs[0].steps_of(event), float)
             traces += axis.strokes(formats.count(len(steps), noun), runs[0], steps, tone)
     look = {"may_be_log": True, "hoverformat": ".4f"}
-    return axis.chart("loss", "Loss", "nats per token", traces, **look)
+    unit = "nats per token"
+    if own := sorted({run.own_loss for run in runs if run.own_loss}):
+        unit = f"training: {', '.join(own)}; validation: {unit}"
+    return axis.chart("loss", "Loss", unit, traces, **look)
 
 
 def _validation(

@@ -57,7 +57,7 @@ class Case:
         self.lines = len(self.loss)
         self.total_steps = run.fact("total_steps") or 0
         self.vocabulary = self.value("vocab_size")
-        self.has_own_loss = ":" in self.flag("loss")  # of another scale than the cross-entropy
+        self.has_own_loss = bool(run.own_loss)  # of another scale than the cross-entropy
         is_known = self.vocabulary > 1 and not self.has_own_loss
         self.uniform = math.log(self.vocabulary) if is_known else math.nan  # nothing is learnt
         self.stages, self.order = run.fact("stages") or [], run.fact("order") or {}
@@ -325,7 +325,7 @@ def _long_warmup(case: Case) -> Iterator[Found]:
 
 @rule({*STOPPED, "weight_decay"}, least=FEW)
 def _high_rate(case: Case) -> Iterator[Found]:
-    if not case.is_fresh or not np.isfinite(case.smooth).all():
+    if not case.is_fresh or case.has_own_loss or not np.isfinite(case.smooth).all():
         return
     rate = f"--learning_rate {case.flag('learning_rate')}"
     if case.flags.get("optimizer") == "muon" and math.isfinite(case.value("muon_lr")):
@@ -393,7 +393,7 @@ def _low_rate(case: Case) -> Iterator[Found]:
 @rule(RATE, least=2 * FEW)
 def _warmup(case: Case) -> Iterator[Found]:
     warmup = case.value("warmup_steps")
-    if not case.is_fresh or not warmup < 0.02 * case.total_steps:
+    if not case.is_fresh or case.has_own_loss or not warmup < 0.02 * case.total_steps:
         return
     early = case.smooth[: case.lines // 5]
     low = np.minimum.accumulate(early)
@@ -516,7 +516,7 @@ def _short_rows(case: Case) -> Iterator[Found]:
 
 @rule({"other_text"})
 def _repeats(case: Case) -> Iterator[Found]:
-    if len(case.evals) < 3 or not case.epochs >= 2:
+    if len(case.evals) < 3 or not case.epochs >= 2 or case.has_own_loss:
         return
     least, last = min(case.losses), case.losses[-1]
     noise, best = float(np.nan_to_num(case.last["val_loss_se"])), case.losses.index(least)
@@ -571,7 +571,7 @@ def _copies(case: Case) -> Iterator[Found]:
 
 @rule({"repeats"})
 def _order(case: Case) -> Iterator[Found]:
-    for stage in case.stages[1:]:
+    for stage in case.stages[1:] if not case.has_own_loss else ():
         border = stage["steps"][0]
         before = case.loss[case.step < border][-10:]
         after = case.loss[case.step >= border][:3]  # a model soon learns the new kind

@@ -338,6 +338,13 @@ class Run:
         values = (start.facts.get(name) for start in reversed(self.starts))
         return next((value for value in values if value is not None), None)
 
+    @property
+    def own_loss(self) -> str:
+        """The loss of the user's own that it trains with; empty for the cross-entropy."""
+        identity = self.fact("identity")
+        model = identity.get("model") if isinstance(identity, dict) else None
+        return str(model.get("loss", "")) if isinstance(model, dict) else ""
+
     def figure(self, name: str) -> float:
         """The number `name` in the last run_start that has it, or NaN."""
         return number(self.fact(name))

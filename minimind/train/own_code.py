@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from minimind.errors import UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.collectives import Ranks, run_on_all_ranks
@@ -62,14 +64,14 @@ def answer(name: str, hook: Hook, step: int, numbers: dict[str, Any]) -> bool:
     """Whether a function asks for the end; raise UsageError for what it raises, or returns else."""
     try:
         returned: object = hook(step, numbers)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"{name} raised {type(error).__name__}: {first_lines(error)}, at step {step}; correct"
             " it, and run again to go on",
             table=trace_lines(error),
         ) from error
-    if returned is None or isinstance(returned, bool):
-        return returned is True
+    if returned is None or isinstance(returned, bool | np.bool_):
+        return bool(returned)
     raise UsageError(
         f"{name} returned {shorten_line(repr(returned))} ({type(returned).__name__}) at step"
         f" {step}; return True to end the run, and False or None to go on"

@@ -62,7 +62,10 @@ def _main(argv: Sequence[str], hooks: Mapping[str, Hook] | None) -> int:
                 from minimind.train.pretrain import pretrain  # torch: after the flags are read
 
             with naming_flags(values):
-                return ending.done(pretrain(run, progress, hooks))
+                status = ending.done(pretrain(run, progress, hooks))
+            if progress.lock:  # a script goes on
+                progress.lock.close()
+            return status
     except Exception as error:  # the one place that turns an error into a message and a status
         return ending.report(error)
     finally:  # the caller may start another run

@@ -39,3 +39,4 @@ def test_it_prints_its_metric_and_ends_the_run(
     assert own == expected
     assert shape("\n".join(own)) == promised("own_run.py")
     assert events(tmp_path / "run", "exit")[0]["reason"] == "stopped by on_eval at step 4"
+    assert own_run.main() == 0  # the process can train again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import minimind.train as training
 from minimind.errors import CheckpointError, UsageError
+from minimind.model.loss import IGNORED, own_sum
 from minimind.model.own_loss import OwnLoss
 from tests.train.test_fine_tuning import conversations
 from tools.runs import events
@@ -23,6 +25,8 @@ FLAGS: dict[str, Any] = {
 }
 SHAPE = ("dim", "n_layers", "n_heads", "n_kv_heads", "max_seq_len", "vocab_size")
 LOSSES = """
+from functools import partial
+from torch import rand_like
 from torch.nn.functional import cross_entropy
 def ce(logits, targets):
     assert logits.dtype.itemsize == 4
@@ -47,6 +51,24 @@ def infinite(logits, targets):
     return ce(logits, targets) / 0
 def one(logits):
     return logits.sum()
+def noisy(logits, targets):
+    return ce(logits * rand_like(logits), targets)
+def exits(logits, targets):
+    raise SystemExit(3)
+def in_place(logits, targets):
+    is_target = targets != -100
+    targets[~is_target] = 0
+    logits -= logits.detach().amax(-1, keepdim=True)
+    each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return each[is_target.flatten()].sum()
+def by_product(logits, targets):
+    rows, ids = logits.flatten(0, 1), targets.flatten()
+    ones = logits.new_ones(rows.shape[1], 1)
+    at_targets = rows.gather(1, ids[:, None])[:, 0]
+    return ((rows.exp() @ ones)[:, 0].log() - at_targets).sum()
+def none_of_padding(logits, targets):
+    return ce(logits, targets) if (targets != -100).any() else logits.new_zeros(())
+bound = partial(ce)
 value = 3
 """
 
@@ -56,6 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A current directory with the module of losses."""
     (tmp_path / "losses_of_test.py").write_text(LOSSES)
     (tmp_path / "broken_of_test.py").write_text("import nothing_of_that_name")
+    (tmp_path / "exiting_of_test.py").write_text("raise SystemExit(5)")
     monkeypatch.chdir(tmp_path)
 
 
@@ -72,9 +95,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("losses_of_test:fails", "raised IndexError"),
         ("losses_of_test:one", "raised TypeError"),
         ("losses_of_test:infinite", "is inf for random logits"),
+        ("losses_of_test:noisy", "for the same 4 rows; compute it from"),
+        ("losses_of_test:exits", "raised SystemExit: 3"),
         ("losses_of_test:value", "value is no function"),
         ("losses_of_test:absent", "absent is not there"),
+        ("sys:f", "f is not there in sys"),
         ("nowhere_of_test:f", "cannot be imported (ModuleNotFoundError"),
+        ("exiting_of_test:f", "cannot be imported (SystemExit: 5)"),
         ("broken_of_test:f", "No module named 'nothing_of_that_name'"),
     ],
 )
@@ -85,6 +112,37 @@ def test_a_loss_that_cannot_be_summed_is_refused(name: str, words: str):
     assert str(refused.value).startswith(f"--loss {name}")
     assert words in str(refused.value)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_it_may_change_its_arguments_and_skip_rows_without_targets():
+    logits, targets = torch.randn(2, 5, 40), torch.randint(40, (2, 5))
+    targets[0, 3:] = IGNORED
+    given = logits.clone(), targets.clone()
+    OwnLoss.imported("losses_of_test:in_place").require_sums(40)
+    found, count = own_sum(OwnLoss.imported("losses_of_test:in_place"), logits, targets)
+    expected, _ = own_sum(OwnLoss.imported("losses_of_test:ce"), given[0], targets)
+    assert count == 8
+    assert torch.equal(targets, given[1])
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    # The backward pass of a micro-batch of padding alone.
+    leaf = given[0].requires_grad_()
+    OwnLoss.imported("losses_of_test:none_of_padding")(leaf, targets * 0 + IGNORED).backward()
+    assert leaf.grad is not None
+    assert not leaf.grad.any()
+
+
+def test_it_computes_in_float32_under_autocast():
+    logits, targets = torch.randn(2, 5, 400), torch.randint(400, (2, 5))
+    loss = OwnLoss.imported("losses_of_test:by_product")
+    expected = loss(logits, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(loss(logits, targets), expected)
+
+
+def test_its_digest_is_that_of_the_module_that_is_named(tmp_path: Path):
+    digest = sha256((tmp_path / "losses_of_test.py").read_bytes()).hexdigest()
+    for name in ("ce", "bound"):
+        assert OwnLoss.imported(f"losses_of_test:{name}").digest() == digest
 
 
 def curve(out_dir: Path) -> list[list[float]]:

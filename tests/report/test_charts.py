@@ -38,6 +38,16 @@ def test_every_curve_has_the_values_of_its_lines(tmp_path):
         assert page.points(chart, name) == pytest.approx(np.column_stack([steps, values])), chart
 
 
+def test_a_loss_of_ones_own_is_not_drawn_in_nats_or_bits(tmp_path):
+    identity = {"model": {"loss": "mine:f (1a2b3c4d)"}}
+    lines = [run_start(identity=identity), step_line(1), evaluation(1, 7.5, val_bpb=2.5)]
+    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
+    assert "nats" not in page.trace("loss", "loss")["meta"]
+    assert "bits" in page.trace("loss", "validation")["meta"]
+    unit = page.charts["loss"]["layout"]["meta"]["unit"]
+    assert unit == "training: mine:f (1a2b3c4d); validation: nats per token"
+
+
 def test_lost_lines_are_faint_and_validation_is_points(tmp_path):
     page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", crashed_and_resumed())))
     lost = page.points("loss", "lost")

@@ -528,6 +528,17 @@ def test_a_rise_without_a_warmup_is_named(tmp_path):
     assert "--warmup_steps 10 in place of 0" in found.text
 
 
+def test_nats_do_not_measure_a_loss_of_ones_own(tmp_path):
+    def loss(n: int) -> float:
+        return 300 - n / 10 + max(0.0, 8 - abs(n - 15))
+
+    found = []
+    for name, facts in ("full", {}), ("own", {"identity": {"model": {"loss": "mine:f (1a2b)"}}}):
+        run = made_run(tmp_path / name, changed(healthy(**facts), loss=loss))
+        found.append([one.kind for one in diagnose(run, NOW)])
+    assert found == [["high_rate"], []]
+
+
 def test_a_jump_at_a_stage_is_named(tmp_path):
     """Also one that is made good within a few lines."""
     lines = changed(healthy(stages=STAGES), loss=lambda n: curve(n) + 3 * (100 <= n < 104))

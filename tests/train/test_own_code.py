@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_of
@@ -75,7 +78,8 @@ def test_true_ends_the_run_at_its_step_and_the_same_command_goes_on(
 
 
 def test_a_run_may_end_before_its_first_step(given: dict[str, Any], tmp_path: Path):
-    assert train(given, on_eval=lambda step, n: True, eval_at_start=True) == 0
+    good = np.True_  # as of np.mean(losses) < 3
+    assert train(given, on_eval=lambda step, n: good, eval_at_start=True) == 0
     (end,) = events(tmp_path / "run", "exit")
     assert (end["step"], end["reason"]) == (0, "stopped by on_eval at step 0")
 
@@ -90,6 +94,8 @@ def test_what_a_function_raises_or_returns_else_names_it(given: dict[str, Any]):
         train(given, on_eval=fails)
     assert error.value.table[-1] == "KeyError: 'val_los'"
     assert "in fails" in "\n".join(error.value.table)
+    with pytest.raises(UsageError, match=r"^on_eval raised SystemExit: 4, at step 3"):
+        train(given, on_eval=lambda step, n: sys.exit(4), out_dir=given["out_dir"] + "1")
     with pytest.raises(UsageError, match=r"^on_step returned 0\.5 \(float\) at step 2"):
         train(given, on_step=lambda step, n: 0.5, resume="none", out_dir=given["out_dir"] + "2")
     for wrong in (3, lambda step: None):
@@ -142,10 +148,28 @@ def test_one_rank_of_two_ends_the_run_of_both_and_an_own_loss_is_that_of_one_pro
     monkeypatch.setenv("WORLD_SIZE", "1")
     alone = f"{SHAPE} {PACE} {flags} --accumulation_steps 4 --deepspeed_config none"
     alone += f" --data_path {launch.corpus} --cache_dir {launch.cache}"
-    words = [*alone.split(), "--out_dir", str(tmp_path / "one")]
-    assert train(words, on_eval=lambda step, numbers: step == 8) == 0
+    words = alone.replace("--", "").split()
+    given = {
+        name: yaml.safe_load(value) for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    given["out_dir"] = str(tmp_path / "one")
+    assert train(given, on_eval=lambda step, numbers: step == 8) == 0
     found = [[one["loss"] for one in events(tmp_path / n, "step")] for n in ("two", "one")]
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_a_script_that_fails_before_it_trains_says_so(launch: Launcher, tmp_path: Path):
+    script = "import sys\nprint('mine', *sys.argv[2:], file=sys.stderr)\n"
+    (tmp_path / "mine.py").write_text(f"{script}import minimind, beside\n")
+    (tmp_path / "beside.py").write_text("raise ValueError(__name__)")
+    words = launch.command(tmp_path / "run", "--eval_interval 4")
+    words.insert(2, "mine.py")
+    done = subprocess.run(
+        words, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    assert f"mine {' '.join(words[4:])}" in done.stderr
+    assert "ValueError: beside" in done.stderr
 
 
 @pytest.mark.long
