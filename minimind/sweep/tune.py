@@ -35,7 +35,6 @@ from minimind.report.history import Run
 from minimind.runtime.device import HOST, accelerator
 from minimind.runtime.durable_files import write_whole
 from minimind.runtime.environment import usable_cores
-from minimind.runtime.installed import LAUNCH
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked
 from minimind.sweep.run import Command, Runner, opened
@@ -298,7 +297,7 @@ class Search:
         flags = vars(build_parser().parse_args(argv))
         flags |= given.flags_of(best.changes, place / "deepspeed.json")
         variables = {"NUM_PROCESSES": given.facts["world_size"], **best.variables}
-        words = [*(f"{name}={value}" for name, value in variables.items()), LAUNCH]
+        words = [*(f"{name}={value}" for name, value in variables.items()), "minimind launch"]
         command = f"{' '.join(words)} {shlex.join(map(masked, words_of(flags)))}"
         print(f"\n{aligned(rows, '<>>>>>><')}\n")
         faults = [one for one in self.candidates.values() if one.fault]
@@ -336,12 +335,14 @@ def end_of(status: int, progress: Progress, last_line: Callable[[], str]) -> dic
 
     A crash may be for lack of memory.
     """
-    if status == PREEMPTED and progress.steps >= WARM_UP + STEPS:
+    if status in (0, PREEMPTED) and progress.steps >= WARM_UP + STEPS:
         return {"state": "done", "reason": "done"}
-    if status not in (0, *FAILED, *DIVERGED, PeerError.status):
+    if status == 0:
+        text = f"ended at step {progress.steps}, and a trial takes {WARM_UP + STEPS} steps"
+        return {"state": "pruned", "reason": text}
+    if status not in (*FAILED, *DIVERGED, PeerError.status):
         return None
-    text = last_line() if status else f"the run ends at step {progress.steps}; make it longer"
-    return {"state": "failed", "reason": f"status {status}: {text}", "exit_status": status}
+    return {"state": "failed", "reason": f"status {status}: {last_line()}", "exit_status": status}
 
 
 TUNE = Command(

@@ -67,6 +67,7 @@ class MadeRun:
     loss: Callable[..., float] = staticmethod(lambda flags, step: 7 - step / 100)
     ends: Callable[..., int] = staticmethod(lambda flags: 0)  # the status of a failure
     hangs: Callable[..., bool] = staticmethod(lambda flags: False)  # and hears no signal
+    steps: int | None = None  # at which the run ends by itself
     kill_at: int | None = None  # starts until the command is killed
     stop_at: int | None = None  # starts until it gets a SIGTERM
     starts: ClassVar[list[tuple[str, dict[str, Any]]]] = []
@@ -95,9 +96,9 @@ class MadeRun:
         if self.step and len(cls.starts) - 1 == cls.kill_at:
             raise Killed
         if (failure := cls.ends(self.flags)) or self.step:
-            self.status = failure or 75
+            self.status = failure or (75 if cls.steps is None else 0)
             self._write(event="exit", step=self.step, status=self.status)
-        while not failure and self.step < self.flags["stop_at_step"]:
+        while not failure and self.step < (cls.steps or self.flags["stop_at_step"]):
             self.step += 1
             value = cls.speed(self.flags, self.environment) * self.factor
             value *= 0.01 if self.step <= WARM_UP else 1
@@ -255,6 +256,21 @@ def test_a_run_as_given_that_fails_ends_the_command_with_its_status(tmp_path: Pa
     assert search.runner.without_result([*search.runner.results.values()]) == 3
     search, status = tuned(tmp_path, made(), SOME)  # once it is corrected
     assert (status, search.chosen().name) == (0, "zero none, batch_size 16")
+
+
+@pytest.mark.parametrize(("steps", "state"), [(WARM_UP + STEPS, "done"), (8, "pruned")])
+def test_a_run_that_ends_by_itself_needs_the_steps_of_a_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, state: str
+):
+    process = made(steps=steps)
+    search, _ = tuned(tmp_path, process, {"zero": [2]})
+    results = [*search.runner.results.values()]
+    assert [one.state for one in results] == [state]
+    if state == "pruned":
+        assert search.runner.without_result(results) == 2
+        assert "at step 8, and a trial takes 16 steps; raise" in capsys.readouterr().err
+        tuned(tmp_path, process, {"zero": [2]})
+    assert len(process.starts) == 1  # with these flags it would end so again
 
 
 def test_one_within_the_spread_of_the_given_settings_does_not_replace_them(tmp_path: Path):
