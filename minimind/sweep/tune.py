@@ -148,7 +148,8 @@ class Given:
 
         size, device = self.facts["world_size"], self.facts["device"]
         try:
-            run = build_config(flags, "--{name}")
+            named = {"deepspeed_config": self.numbers.get("deepspeed_config", NONE)}  # perhaps in
+            run = build_config({**named, **flags}, "--{name}")  # the YAML of accelerate
             plan = rehearse(run, Launch(world_size=size, local_world_size=size))
         except (UsageError, TooFewRows) as error:
             return f"refused: {error}"

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 
+from minimind.architecture.costs import Layout, Memory, memory
+from minimind.architecture.shape import Shape
 from minimind.config.flags import FLAGS
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, deepspeed_files
@@ -219,6 +221,13 @@ def test_refused_and_too_large_candidates_are_told_and_never_started(
 ):
     monkeypatch.setattr(Given, "refusal", REFUSAL)
     monkeypatch.setattr(tune.HOST, "memory", lambda: 2 * 2**20)
+    stages: list[int | None] = []
+
+    def counted(shape: Shape, layout: Layout) -> Memory:
+        stages.append(layout.stage)
+        return memory(shape, layout)
+
+    monkeypatch.setattr(tune, "memory", counted)
     process = made()
     values = {"bucket_size": ["auto", -5], "batch_size": [8, 16]}
     search, status = tuned(tmp_path, process, values)
@@ -226,6 +235,7 @@ def test_refused_and_too_large_candidates_are_told_and_never_started(
     assert (status, faults.keys()) == (0, {"bucket_size -5", "batch_size 16"})
     assert faults["bucket_size -5"].startswith("refused: ")
     assert "minimind plan counts" in faults["batch_size 16"]
+    assert stages == [2]  # the DeepSpeed JSON as given, which no flag names
     assert {flags["batch_size"] for _, flags in process.starts} == {8}
     assert search.chosen().name == "as given"
 
