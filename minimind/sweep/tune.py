@@ -76,7 +76,7 @@ class Given:
         path = str(DEFAULT_DEEPSPEED_CONFIG) if path == NONE else path
         self.document, self.is_own = read_deepspeed_json(path), not is_shipped(path)
         # Of a step, as --batch_size counts them.
-        self.rows = self.value("batch_size") * self.value("accumulation_steps")
+        self.rows = self.value("batch_size") * self.facts["accumulation_steps"]
 
     def value(self, name: str) -> Any:
         """The value as given; None for a key that the DeepSpeed JSON does not have."""

@@ -35,7 +35,7 @@ NUMBERS: dict[str, Any] = {
 }
 FACTS: dict[str, Any] = {
     **{"world_size": 2, "zero_stage": 2, "device": "cpu", "dtype": "float32"},
-    "tokens_per_step": TOKENS,
+    **{"tokens_per_step": TOKENS, "accumulation_steps": 2},
 }
 WORDS = "--device cpu --dtype float32 --batch_size 8 --accumulation_steps 2".split()
 BATCHES = {1: 0.4, 2: 0.7, 4: 1.2, 8: 1.0, 16: 0.9}  # speeds, of 10,000 tokens/s as given
@@ -360,6 +360,20 @@ def test_the_table_the_command_and_the_files(tmp_path: Path, capsys: pytest.Capt
     (best,) = (one for one in found["candidates"] if one["settings"] == name)
     assert best["changes"] == {"zero": 1, "batch_size": 4, "threads": 2}
     assert len(best["speeds"]) == 4
+
+
+def test_the_rows_of_a_global_batch_are_divided_into_other_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """10 rows on two processes: micro-batches of at most 4 rows are two, of 3 and 2 rows."""
+    monkeypatch.setitem(NUMBERS, "global_batch_size", 10)
+    monkeypatch.setitem(NUMBERS, "batch_size", 4)
+    monkeypatch.setitem(NUMBERS, "accumulation_steps", 1)  # not given
+    search, _ = tuned(tmp_path, made(speed=lambda flags, environment: 1e4), {"zero": [2]})
+    given = search.given
+    assert given
+    assert given.values()["batch_size"] == [1, 2, 4, 8]
+    assert given.flags_of({"batch_size": 8}, tmp_path / "json") == {"batch_size": 8}
 
 
 def test_a_file_of_the_user_keeps_what_else_it_says(
