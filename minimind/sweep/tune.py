@@ -350,7 +350,7 @@ TUNE = Command(
     "minimind tune",
     10**9,  # a candidate that fails is an answer
     "only --minutes may change",
-    "raise --minutes, or change flags and give another --out_dir",
+    "raise --minutes, which count that time too, or change flags and give another --out_dir",
     is_launched=True,
     end_of=end_of,
 )

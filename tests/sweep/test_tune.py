@@ -43,9 +43,9 @@ STAGES = {"none": 1.5, 0: 1.1, 1: 1.05, 2: 1.0, 3: 0.8}
 
 
 def stage_of(flags: Flags) -> Any:
-    path = flags.get("deepspeed_config")
-    if path in (None, "none"):
-        return 2 if path is None else "none"
+    path = str(flags.get("deepspeed_config", ""))
+    if path in ("", "none"):
+        return path or 2
     return json.loads(Path(deepspeed_files().get(path, path)).read_text())["zero_optimization"][
         "stage"
     ]
