@@ -35,7 +35,6 @@ from minimind.report.history import Run
 from minimind.runtime.device import HOST, accelerator
 from minimind.runtime.durable_files import write_whole
 from minimind.runtime.environment import usable_cores
-from minimind.runtime.installed import LAUNCH
 from minimind.runtime.terminal import aligned
 from minimind.runtime.urls import masked
 from minimind.sweep.run import Command, Runner, opened
@@ -77,7 +76,7 @@ class Given:
         path = str(DEFAULT_DEEPSPEED_CONFIG) if path == NONE else path
         self.document, self.is_own = read_deepspeed_json(path), not is_shipped(path)
         # Of a step, as --batch_size counts them.
-        self.rows = self.value("batch_size") * self.value("accumulation_steps")
+        self.rows = self.value("batch_size") * self.facts["accumulation_steps"]
 
     def value(self, name: str) -> Any:
         """The value as given; None for a key that the DeepSpeed JSON does not have."""
@@ -149,7 +148,8 @@ class Given:
 
         size, device = self.facts["world_size"], self.facts["device"]
         try:
-            run = build_config(flags, "--{name}")
+            named = {"deepspeed_config": self.numbers.get("deepspeed_config", NONE)}  # perhaps in
+            run = build_config({**named, **flags}, "--{name}")  # the YAML of accelerate
             plan = rehearse(run, Launch(world_size=size, local_world_size=size))
         except (UsageError, TooFewRows) as error:
             return f"refused: {error}"
@@ -298,7 +298,7 @@ class Search:
         flags = vars(build_parser().parse_args(argv))
         flags |= given.flags_of(best.changes, place / "deepspeed.json")
         variables = {"NUM_PROCESSES": given.facts["world_size"], **best.variables}
-        words = [*(f"{name}={value}" for name, value in variables.items()), LAUNCH]
+        words = [*(f"{name}={value}" for name, value in variables.items()), "minimind launch"]
         command = f"{' '.join(words)} {shlex.join(map(masked, words_of(flags)))}"
         print(f"\n{aligned(rows, '<>>>>>><')}\n")
         faults = [one for one in self.candidates.values() if one.fault]
@@ -336,19 +336,21 @@ def end_of(status: int, progress: Progress, last_line: Callable[[], str]) -> dic
 
     A crash may be for lack of memory.
     """
-    if status == PREEMPTED and progress.steps >= WARM_UP + STEPS:
+    if status in (0, PREEMPTED) and progress.steps >= WARM_UP + STEPS:
         return {"state": "done", "reason": "done"}
-    if status not in (0, *FAILED, *DIVERGED, PeerError.status):
+    if status == 0:
+        text = f"ended at step {progress.steps}, and a trial takes {WARM_UP + STEPS} steps"
+        return {"state": "pruned", "reason": text}
+    if status not in (*FAILED, *DIVERGED, PeerError.status):
         return None
-    text = last_line() if status else f"the run ends at step {progress.steps}; make it longer"
-    return {"state": "failed", "reason": f"status {status}: {text}", "exit_status": status}
+    return {"state": "failed", "reason": f"status {status}: {last_line()}", "exit_status": status}
 
 
 TUNE = Command(
     "minimind tune",
     10**9,  # a candidate that fails is an answer
     "only --minutes may change",
-    "raise --minutes, or change flags and give another --out_dir",
+    "raise --minutes, which count that time too, or change flags and give another --out_dir",
     is_launched=True,
     end_of=end_of,
 )

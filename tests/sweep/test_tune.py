@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 
+from minimind.architecture.costs import Layout, Memory, memory
+from minimind.architecture.shape import Shape
 from minimind.config.flags import FLAGS
 from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG, deepspeed_files
@@ -33,7 +35,7 @@ NUMBERS: dict[str, Any] = {
 }
 FACTS: dict[str, Any] = {
     **{"world_size": 2, "zero_stage": 2, "device": "cpu", "dtype": "float32"},
-    "tokens_per_step": TOKENS,
+    **{"tokens_per_step": TOKENS, "accumulation_steps": 2},
 }
 WORDS = "--device cpu --dtype float32 --batch_size 8 --accumulation_steps 2".split()
 BATCHES = {1: 0.4, 2: 0.7, 4: 1.2, 8: 1.0, 16: 0.9}  # speeds, of 10,000 tokens/s as given
@@ -66,6 +68,7 @@ class MadeRun:
     loss: Callable[..., float] = staticmethod(lambda flags, step: 7 - step / 100)
     ends: Callable[..., int] = staticmethod(lambda flags: 0)  # the status of a failure
     hangs: Callable[..., bool] = staticmethod(lambda flags: False)  # and hears no signal
+    steps: int | None = None  # at which the run ends by itself
     kill_at: int | None = None  # starts until the command is killed
     stop_at: int | None = None  # starts until it gets a SIGTERM
     starts: ClassVar[list[tuple[str, dict[str, Any]]]] = []
@@ -94,9 +97,9 @@ class MadeRun:
         if self.step and len(cls.starts) - 1 == cls.kill_at:
             raise Killed
         if (failure := cls.ends(self.flags)) or self.step:
-            self.status = failure or 75
+            self.status = failure or (75 if cls.steps is None else 0)
             self._write(event="exit", step=self.step, status=self.status)
-        while not failure and self.step < self.flags["stop_at_step"]:
+        while not failure and self.step < (cls.steps or self.flags["stop_at_step"]):
             self.step += 1
             value = cls.speed(self.flags, self.environment) * self.factor
             value *= 0.01 if self.step <= WARM_UP else 1
@@ -217,6 +220,13 @@ def test_refused_and_too_large_candidates_are_told_and_never_started(
 ):
     monkeypatch.setattr(Given, "refusal", REFUSAL)
     monkeypatch.setattr(tune.HOST, "memory", lambda: 2 * 2**20)
+    stages: list[int | None] = []
+
+    def counted(shape: Shape, layout: Layout) -> Memory:
+        stages.append(layout.stage)
+        return memory(shape, layout)
+
+    monkeypatch.setattr(tune, "memory", counted)
     process = made()
     values = {"bucket_size": ["auto", -5], "batch_size": [8, 16]}
     search, status = tuned(tmp_path, process, values)
@@ -224,6 +234,7 @@ def test_refused_and_too_large_candidates_are_told_and_never_started(
     assert (status, faults.keys()) == (0, {"bucket_size -5", "batch_size 16"})
     assert faults["bucket_size -5"].startswith("refused: ")
     assert "minimind plan counts" in faults["batch_size 16"]
+    assert stages == [2]  # the DeepSpeed JSON as given, which no flag names
     assert {flags["batch_size"] for _, flags in process.starts} == {8}
     assert search.chosen().name == "as given"
 
@@ -254,6 +265,21 @@ def test_a_run_as_given_that_fails_ends_the_command_with_its_status(tmp_path: Pa
     assert search.runner.without_result([*search.runner.results.values()]) == 3
     search, status = tuned(tmp_path, made(), SOME)  # once it is corrected
     assert (status, search.chosen().name) == (0, "zero none, batch_size 16")
+
+
+@pytest.mark.parametrize(("steps", "state"), [(WARM_UP + STEPS, "done"), (8, "pruned")])
+def test_a_run_that_ends_by_itself_needs_the_steps_of_a_trial(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, state: str
+):
+    process = made(steps=steps)
+    search, _ = tuned(tmp_path, process, {"zero": [2]})
+    results = [*search.runner.results.values()]
+    assert [one.state for one in results] == [state]
+    if state == "pruned":
+        assert search.runner.without_result(results) == 2
+        assert "at step 8, and a trial takes 16 steps; raise" in capsys.readouterr().err
+        tuned(tmp_path, process, {"zero": [2]})
+    assert len(process.starts) == 1  # with these flags it would end so again
 
 
 def test_one_within_the_spread_of_the_given_settings_does_not_replace_them(tmp_path: Path):
@@ -333,6 +359,20 @@ def test_the_table_the_command_and_the_files(tmp_path: Path, capsys: pytest.Capt
     (best,) = (one for one in found["candidates"] if one["settings"] == name)
     assert best["changes"] == {"zero": 1, "batch_size": 4, "threads": 2}
     assert len(best["speeds"]) == 4
+
+
+def test_the_rows_of_a_global_batch_are_divided_into_other_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """10 rows on two processes: micro-batches of at most 4 rows are two, of 3 and 2 rows."""
+    monkeypatch.setitem(NUMBERS, "global_batch_size", 10)
+    monkeypatch.setitem(NUMBERS, "batch_size", 4)
+    monkeypatch.setitem(NUMBERS, "accumulation_steps", 1)  # not given
+    search, _ = tuned(tmp_path, made(speed=lambda flags, environment: 1e4), {"zero": [2]})
+    given = search.given
+    assert given
+    assert given.values()["batch_size"] == [1, 2, 4, 8]
+    assert given.flags_of({"batch_size": 8}, tmp_path / "json") == {"batch_size": 8}
 
 
 def test_a_file_of_the_user_keeps_what_else_it_says(
