@@ -23,10 +23,10 @@ from minimind.config.schedule import planned_decay, run_length
 # Ends of the runs that the rules are fitted to, beyond which the numbers stay as they are.
 FEWEST_PARAMETERS, FEWEST_TOKENS, MOST_EPOCHS = 278_976, 2**18, 12.0
 HIGHEST_RATE = 6e-3  # above it, small models became unstable
-# Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU. Those
-# of another device hold where its memory, or what a row takes of it, is not known.
-GPU_TOKENS = 8192
-MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": GPU_TOKENS}
+# Tokens of a micro-batch, above which a process accumulates: larger ones are slower on a CPU, and
+# their speed on a GPU is not measured (docs/measurements.md).
+MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}
+UNKNOWN_TOKENS = 8192  # where the memory, or what a row takes of it, is not known
 # Documents are held out by their hashes: where 5 are expected, none is once in 150 texts.
 HELD_OUT_DOCUMENTS, FEWEST_DOCUMENTS = 5, 50
 
@@ -129,10 +129,14 @@ def smallest_step(run: RunConfig, world_size: int) -> int:
 
 def most_rows(run: RunConfig, device: str, fitting: int | None = None) -> int:
     """Rows of the largest micro-batch of a process, of which `fitting` fit (None: not known)."""
-    by_tokens = max(1, MICRO_BATCH_TOKENS.get(device, GPU_TOKENS) // run.max_seq_len)
-    if fitting is None:
-        return by_tokens
-    return min(by_tokens, fitting) if device == "cpu" else fitting
+    by_tokens = max(1, most_tokens(device, fitting is not None) // run.max_seq_len)
+    return by_tokens if fitting is None else min(by_tokens, fitting)
+
+
+def most_tokens(device: str, is_known: bool) -> int:
+    """Tokens of the largest micro-batch where memory is no limit; is_known: whether it fits."""
+    most = MICRO_BATCH_TOKENS.get(device, MICRO_BATCH_TOKENS["cuda"])
+    return most if is_known else min(most, UNKNOWN_TOKENS)
 
 
 def can_divide(run: RunConfig) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from minimind.config.names import no_run
 from minimind.config.run_record import NAME, record_fault
-from minimind.errors import PREEMPTED, UsageError
+from minimind.errors import HALVED, PREEMPTED, UsageError
 from minimind.report.formats import PAUSES, PHASES
 from minimind.runtime import disk
 from minimind.runtime.console import CONSOLE
@@ -87,6 +87,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "checkpoint_fetched": {"url": str},
     "run_changed": {"changes": [str]},
     **{"checkpoint_saved": {}, "checkpoint_resharded": {}, "checkpoint_mirrored": {}},
+    HALVED: _floats("micro_batch_rows most_rows"),
     **{"step_skipped": {}, "spike": {}, "spike_skipped": {}, "corruption": {}},
 }
 KEPT_EVENTS = {*EVENTS} - {*ENDS, "run_start"}
@@ -372,13 +373,17 @@ class Run:
     def outcomes(self, now: float) -> list[tuple[str, str]]:
         """For each start a kind and a sentence.
 
-        Kinds: done, stopped, failed, crashed, rolled back, running, silent.
+        Kinds: done, stopped, failed, crashed, halved, rolled back, running, silent.
         """
         return [self._outcome(start, now) for start in self.starts]
 
     def _outcome(self, start: Start, now: float) -> tuple[str, str]:
-        end = start.end
-        if end is None and start is not self.starts[-1]:
+        end, is_last = start.end, start is self.starts[-1]
+        for event in start.events if not is_last else ():
+            if event["event"] == HALVED:  # and then an exit if the launcher has started the next
+                rows, most = event["micro_batch_rows"], event["most_rows"]
+                return "halved", f"out of memory with {rows:,.0f} rows at once, then {most:,.0f}"
+        if end is None and not is_last:
             return "crashed", "crashed: no end recorded"
         if end is None:
             is_recent = now - start.last_time < max(SILENCE, 3 * self.pace)
@@ -408,7 +413,7 @@ class Run:
             world, before = start.facts.get("world_size") or world, kind
             if start.end and kind == "failed":
                 marks.append((last, end, kind, f"failed ({start.end['code']}) at {last:,.0f}"))
-            elif kind in ("crashed", "stopped"):
+            elif kind in ("crashed", "halved", "stopped"):
                 marks.append((last, end, kind, f"{kind} at {last:,.0f}"))
         return [mark for mark in marks if math.isfinite(mark[0])]
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from minimind.config.flags import EVAL_ERROR, EVAL_TIME, FIRST_EVAL_ROWS, VAL_LOSS
-from minimind.config.loss_weights import loss_weights
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import held_out_rows

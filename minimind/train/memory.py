@@ -19,7 +19,7 @@ from minimind.architecture.shape import shape_of
 from minimind.config.deepspeed.backend_choice import Setup, is_of_another_host
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.flags import ALONE
-from minimind.config.rules import MICRO_BATCH_TOKENS, most_rows
+from minimind.config.rules import most_rows, most_tokens
 from minimind.config.run_config import RunConfig
 from minimind.errors import HALVED, MemoryFull, which_memory
 from minimind.runtime.device import CUDA, HOST, device_kind
@@ -59,7 +59,7 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
         fitting = rows_that_fit(shape_of(run), layout, memory)
     rows = most_rows(run, setup.device, fitting)
     if memory is None or fitting != rows:
-        tokens = MICRO_BATCH_TOKENS.get(setup.device, MICRO_BATCH_TOKENS[CUDA.name])
+        tokens = most_tokens(setup.device, fitting is not None)
         unknown = "" if is_here else ", as the memory is not known here"
         why = f"{tokens:,} tokens{unknown}"
     else:
@@ -96,7 +96,7 @@ def capacity(setup: Setup) -> int:
 def halved(run: RunConfig, world_size: int, fit: Fit | None) -> dict[str, Any] | None:
     """The record of a micro-batch that was out of memory; None if there is no smaller one.
 
-    `fit` is None if the micro-batch was given.
+    `fit` is None if the micro-batch was given, or what failed does not depend on it.
     """
     rows = run.micro_batch_rows(world_size)
     if fit is None or rows == 1:
@@ -133,7 +133,10 @@ def log_peak(setup: Setup, engine: Engine, logger: RunLogger, step: int) -> None
 def report_out_of_memory(
     setup: Setup, resolved: ResolvedConfig, fit: Fit | None = None
 ) -> Iterator[None]:
-    """Convert a failed allocation inside the block into MemoryFull; other errors pass unchanged."""
+    """Convert a failed allocation inside the block into MemoryFull; other errors pass unchanged.
+
+    With `fit` its micro-batch is halved.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -126,9 +126,9 @@ def begin_anew(run: RunConfig, progress: Progress) -> RunConfig:
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     saved = published_checkpoints(Path(run.out_dir) / "checkpoints")
-    if run.resume != "auto" and progress.has_started and saved:
+    if run.resume != "auto" and saved:
         run = run.with_values(Origin("the checkpoint of this run", Rank.FLAG), resume="auto")
-    progress.has_started = False
+    progress.has_started = progress.is_training = False
     return run
 
 
@@ -175,7 +175,7 @@ def train_planned(
     plan = with_common_fit(store, plan)
     require_agreement(store, given, plan)
     run, (prepared, order, schedule) = plan.run, plan.rows()
-    cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved, plan.fit))
+    cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved))
     engine = build_engine(plan.resolved, plan.initial.build(run, prepared), plan.setup.device)
     del store
     if engine.kind is HOST:
@@ -219,7 +219,8 @@ def train_planned(
         context.mirror.report()
     record_for_restart(plan, engine)
     progress.has_started = True
-    return train_to_end(context, resumed)
+    with report_out_of_memory(plan.setup, plan.resolved, plan.fit):
+        return train_to_end(context, resumed)
 
 
 def train_to_end(context: RunContext, resumed: Resumed) -> int:

@@ -14,11 +14,13 @@ from tests.report.made import (
     NOW,
     Drawn,
     crashed_and_resumed,
+    end,
     evaluation,
     made_run,
     page_of,
     run_start,
     step_line,
+    values_at,
     values_of,
     write_run,
 )
@@ -68,6 +70,19 @@ def test_the_validation_of_the_average_is_a_curve_of_its_own(tmp_path):
     assert points.tolist() == [[10, 7.0], [20, 6.0]]
     lines = (page.trace("loss", f"validation{of}")["line"] for of in ("", " of the average"))
     assert len({(line["color"], line["dash"]) for line in lines}) == 2
+
+
+def test_a_halved_micro_batch_is_no_crash(tmp_path):
+    """In the process that went on, and where the launcher started another one."""
+    halved = {"event": "micro_batch_halved", "micro_batch_rows": 8, "most_rows": 4, "step": 2}
+    full = end(2, 10, "E_MEMORY", "the device is out of memory")
+    lines = [run_start(), step_line(1), step_line(2), halved, run_start(), step_line(1), halved]
+    run = made_run(tmp_path / "run", [*lines, full, run_start(), step_line(1), end(1)])
+    assert [kind for kind, _ in run.outcomes(NOW)] == ["halved", "halved", "done"]
+    assert "8 rows at once" in run.outcomes(NOW)[0][1]
+    assert values_at(run, "crashes") == (0,)
+    last = made_run(tmp_path / "last", [run_start(), step_line(1), halved, full])
+    assert [kind for kind, _ in last.outcomes(NOW)] == ["failed"]
 
 
 def test_crashes_resumes_and_changes_of_processes_are_marked_in_the_charts(tmp_path):
