@@ -254,7 +254,6 @@ SOUND: dict[str, Trial] = {
     "zero0-bf16": Trial(Case(0, BF16)),
     "zero3-bf16": Trial(Case(3, BF16)),
     "sequence": Trial(Case(2, FP32, flags="--sequence_parallel 2")),
-    "tensor": Trial(Case(2, FP32, flags="--tensor_parallel 2")),
 }
 # Faults by name: the sound run, the ranks, the run with the fault, and what is named: the step, the
 # kind, and the place or a word of the cause.
@@ -357,7 +356,6 @@ EQUAL: list[tuple[str, int, str, int]] = [
     ("zero2", 2, "zero2-resumed", 2),
     ("zero2", 1, "zero2-resumed", 1),
     ("plain", 1, "sequence", 2),
-    ("plain", 1, "tensor", 2),
     ("plain-bf16", 1, "micro-batches-bf16", 1),
     ("plain-bf16", 1, "zero2-bf16", 2),
     ("plain-bf16", 1, "zero3-bf16", 1),
