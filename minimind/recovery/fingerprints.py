@@ -72,7 +72,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module | None = None, opaque: Iterable[nn.Module] = ()) -> None:
         """Without a model for parameters alone; see `watched`."""
-        self.model, self._watched = model, watched(model, opaque) if model else {}
+        self.model, self.watched = model, watched(model, opaque) if model else {}
         self._known: dict[Any, Tensor] = {}
         self._sums: dict[Key, Tensor] = {}
         self._hooks: list[Any] = []
@@ -80,7 +80,7 @@ class Recorder:
     @property
     def lines(self) -> dict[str, str]:
         """The code of each place."""
-        return {name: line_of(type(module)) for name, module in self._watched.items()}
+        return {name: line_of(type(module)) for name, module in self.watched.items()}
 
     def begin(
         self,
@@ -98,7 +98,7 @@ class Recorder:
         self._sums = {}
         begin = self.model.register_forward_pre_hook(self._begin_pass, with_kwargs=True)
         self._hooks = [begin]
-        for name, module in self._watched.items():
+        for name, module in self.watched.items():
 
             def take(_: nn.Module, given: Any, output: Any, name: str = name) -> None:
                 self._take(name, output)
@@ -232,7 +232,9 @@ class Fingerprints:
         own, names = self._recorder.end(), [*state.shapes(engine.model)]
         kinds = dict.fromkeys(kind for name in names for kind in state.kinds_of(name))
         places = dict.fromkeys(map(place_of, names))
-        keys: list[Key] = [key for key in own if key[0] == ACTIVATION]
+        # Of ranks with the same rows only the first has activations, and every rank the same keys.
+        taken = [key for key in own if key[0] == ACTIVATION]  # in the order of the forward pass
+        keys: list[Key] = [(ACTIVATION, name) for name in self._recorder.watched]
         keys += [(ROWS, place) for place in TOKENS.values()]
         keys += [(kind, p) for kind in (GRADIENT, *kinds, MASTER, AVERAGE) for p in places]
         flat = [number for key in keys for number in (key in own, *own.get(key, [0.0] * 3))]
@@ -246,5 +248,6 @@ class Fingerprints:
             self._has_told_lines = True
             optimizer = {"optimizer": line_of(type(state.base))}
             fields["lines"] = {**self._recorder.lines, **optimizer}
-        numbers = {key: numbers for key, (is_there, *numbers) in sums.items() if is_there}
+        in_order = {key: sums[key] for key in (*taken, *keys)}
+        numbers = {key: numbers for key, (is_there, *numbers) in in_order.items() if is_there}
         return as_event(step, numbers, loss=loss / max(count, 1.0), **fields)
