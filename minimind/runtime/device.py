@@ -121,6 +121,9 @@ class Host:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 2**10
 
+    def begin_anew(self) -> None:
+        """Return the freed blocks of a device of its own to it, and count its peak from now on."""
+
     def reserved_memory(self, device: torch.device) -> int | None:
         """Bytes that this process holds on a device of its own, freed blocks included."""
         return None
@@ -198,6 +201,10 @@ class Accelerator(Host):
     def peak_memory(self, device: torch.device) -> int:
         return self.module.max_memory_allocated(device)
 
+    def begin_anew(self) -> None:
+        self.module.empty_cache()
+        self.module.reset_peak_memory_stats()
+
     def reserved_memory(self, device: torch.device) -> int | None:
         return self.module.memory_reserved(device)
 
@@ -268,6 +275,9 @@ class Metal(Accelerator):
 
     def peak_memory(self, device: torch.device) -> int:
         return torch.mps.driver_allocated_memory()  # what was once allocated stays cached
+
+    def begin_anew(self) -> None:
+        torch.mps.empty_cache()
 
     def reserved_memory(self, device: torch.device) -> int | None:
         return torch.mps.driver_allocated_memory()

@@ -15,8 +15,6 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from minimind.checkpoint.directory import OWNER, published_checkpoints
 from minimind.checkpoint.identity import identity
 from minimind.checkpoint.resume import Resumed, TrainState, damage_logged, resume, resume_order
@@ -46,7 +44,7 @@ from minimind.errors import HALVED, MemoryFull, StorageError, UsageError
 from minimind.report.run_logger import RunLogger
 from minimind.report.slowness import Verdicts
 from minimind.runtime import disk
-from minimind.runtime.device import HOST, device_kind
+from minimind.runtime.device import HOST, accelerator, device_kind
 from minimind.runtime.durable_files import storing
 from minimind.runtime.event_log import EventLog
 from minimind.runtime.exit import log_end
@@ -123,8 +121,8 @@ def begin_anew(run: RunConfig, progress: Progress) -> RunConfig:
     """
     leave_process_group()
     gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    if (kind := accelerator(run.device)).is_available():
+        kind.begin_anew()
     saved = published_checkpoints(Path(run.out_dir) / "checkpoints")
     if run.resume != "auto" and saved:
         run = run.with_values(Origin("the checkpoint of this run", Rank.FLAG), resume="auto")

@@ -8,6 +8,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,6 +206,15 @@ def test_where_the_run_ends(
     assert raised.value.status == 10
     assert bool(raised.value.halved) is halves
     assert len(of(flags["out_dir"], "micro_batch_halved")) == halves
+
+
+def test_the_peak_of_the_first_start_is_not_that_of_the_second(monkeypatch: pytest.MonkeyPatch):
+    called: list[str] = []
+    monkeypatch.setattr(type(CUDA), "is_available", lambda self: True)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, partial(called.append, name))
+    pretrain.begin_anew(parse_flags(["--device", "cuda"]), Progress())
+    assert called == ["empty_cache", "reset_peak_memory_stats"]
 
 
 def test_what_does_not_depend_on_the_micro_batch_halves_none(
