@@ -123,7 +123,7 @@ def held_out_of(run: RunConfig, prepared: Prepared, order: Order, steps: int) ->
     sizes = prepared.bytes_per_id("val")
     of_loss = None
     if run.loss_weight:
-        from minimind.data.text.inputs import loss_weights
+        from minimind.config.loss_weights import loss_weights
 
         of_loss = loss_weights(run.loss_weight, names)
     return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, weights, reads, of_loss)

@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "runpy"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 YAML = {"unsafe_load", "unsafe_load_all", "full_load", "full_load_all", "load_all"}
+# Runs the script that the user names on the command line, as Python does.
+OF_THE_USER = {"minimind/launch/own_script.py": ["line 10: imports runpy"]}
 # Keywords that open a door, with the one value that leaves it shut.
 KEYWORDS = {"trust_remote_code": False, "allow_pickle": False, "weights_only": True}
 
@@ -74,7 +76,7 @@ def test_no_module_can_unpickle_or_run_what_it_reads():
     paths = sources()
     assert len(paths) > 40
     report = {str(p.relative_to(ROOT)): faults(p.read_text(encoding="utf-8")) for p in paths}
-    assert {path: found for path, found in report.items() if found} == {}
+    assert {path: found for path, found in report.items() if found} == OF_THE_USER
 
 
 @pytest.mark.parametrize(
