@@ -10,6 +10,7 @@ import pytest
 
 from minimind.cli import main as commands
 from minimind.launch import train_pretrain
+from minimind.train import program
 from tests.closed import closed
 
 SWEEP = "trials: 2\nflags: {max_steps: 2}\ndimensions: {learning_rate: [1e-3, 1e-2]}\n"
@@ -105,7 +106,7 @@ def place(
 ) -> Iterator[Path]:
     """A closed folder, or a path in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_pretrain.Ending, "watch", lambda _: None)
+    monkeypatch.setattr(program.Ending, "watch", lambda _: None)
     (tmp_path / "a.jsonl").write_text('{"text": "hello world"}\n' * 200)
     (tmp_path / "s.yaml").write_text(SWEEP)
     folder = tmp_path / "open" / "closed"

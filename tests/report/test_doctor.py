@@ -533,8 +533,9 @@ def test_nats_do_not_measure_a_loss_of_ones_own(tmp_path):
         return 300 - n / 10 + max(0.0, 8 - abs(n - 15))
 
     found = []
-    for name, facts in ("full", {}), ("own", {"identity": {"model": {"loss": "mine:f (1a2b)"}}}):
-        run = made_run(tmp_path / name, changed(healthy(**facts), loss=loss))
+    for name, model in ("full", {}), ("own", {"loss": "mine:f (1a2b)"}):
+        lines = healthy(identity={"model": model}) if model else healthy()
+        run = made_run(tmp_path / name, changed(lines, loss=loss))
         found.append([one.kind for one in diagnose(run, NOW)])
     assert found == [["high_rate"], []]
 

@@ -8,8 +8,8 @@ from tokenizers import decoders
 from minimind.checkpoint.tensor_files import readable
 from minimind.cli import main as commands
 from minimind.errors import CheckpointError, RunError
-from minimind.launch import train_pretrain
 from minimind.runtime.panics import Panic, panics_caught
+from minimind.train import program
 
 
 def panic(*_: object) -> None:
@@ -46,7 +46,7 @@ def test_a_command_ends_with_its_line(monkeypatch: pytest.MonkeyPatch, capsys):
 
 
 def test_a_run_ends_with_its_line(monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.setattr(train_pretrain, "require_inputs", panic)
-    monkeypatch.setattr(train_pretrain.Ending, "watch", lambda _: None)
-    assert train_pretrain.main([]) == RunError.status
+    monkeypatch.setattr(program, "require_inputs", panic)
+    monkeypatch.setattr(program.Ending, "watch", lambda _: None)
+    assert program.main([]) == RunError.status
     assert "train_pretrain: error[E_INTERNAL] rank=0" in capsys.readouterr().err

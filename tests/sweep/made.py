@@ -101,6 +101,9 @@ class MadeProcess:
     def stop(self) -> None:
         self._end(self.stop_status)
 
+    def kill(self) -> None:
+        self._end(-9)
+
     def last_line(self) -> str:
         return f"the last line of {self.place.name}"
 

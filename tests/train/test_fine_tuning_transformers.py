@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from minimind.cli.main import main as minimind
 from minimind.config.parse import parse_flags
 from minimind.errors import CheckpointError, UsageError
 from minimind.train.initial_weights import fine_tuned
-from minimind.train.text import find_text
 from tests.conftest import sentences
 from tests.train.starts import read_initial
 from tests.train.test_fine_tuning import (
@@ -226,9 +224,7 @@ def test_new_rows_are_the_mean_of_the_others(tmp_path: Path):
     place = folder_of(tmp_path / "q", "qwen2", template=None)
     words = ["--task", "sft", "--model", f"hf:{place}", "--init_from", str(place)]
     run = parse_flags([*words, "--cache_dir", str(tmp_path)])
-    with ExitStack() as cleanup:
-        text = find_text(run, cleanup)
-    initial = fine_tuned(read_initial(run), text, {})
+    initial = fine_tuned(read_initial(run), {})
     assert initial.weights is not None
     name = "model.embed_tokens.weight"
     table = initial.weights.tensors.read(name)
