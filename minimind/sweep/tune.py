@@ -279,9 +279,13 @@ class Search:
                 return
 
     def chosen(self) -> Candidate:
-        """The fastest candidate; the run as given, unless all of its own trials were slower."""
+        """The fastest candidate; the run as given, unless all of its own trials were slower.
+
+        One trial of the run as given has no spread: each of the other's has to be faster then.
+        """
         best = max(self.able, key=lambda one: (len(one.speeds) > 1, one.speed))
-        return best if self.first.fault or best.speed > max(self.first.speeds) else self.first
+        speed = best.speed if len(self.first.speeds) > 1 else min(best.speeds)
+        return best if self.first.fault or speed > max(self.first.speeds) else self.first
 
     def conclude(self, argv: Sequence[str]) -> None:
         """Print the table and the command line to use; write tune.json and deepspeed.json."""
