@@ -240,6 +240,10 @@ def plan_text(
             f"loss        {run.own_loss}: all logits of a micro-batch at once, and what it holds"
             " beside them is not counted"
         )
+    if run.distills:
+        lines.append(
+            f"teacher     {run.teacher}: each process has all of its weights, which are not counted"
+        )
     return "\n".join([*lines, "", *_table(shape, here, machine.memory)])
 
 
@@ -268,6 +272,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         optimizer=run.optimizer,
         moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,
+        distills=run.distills,
         sequence=run.sequence_parallel,
         tensor=run.tensor_parallel,
         max_live_parameters=int(zero.get("stage3_max_live_parameters", 10**9)),

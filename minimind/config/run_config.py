@@ -119,6 +119,11 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
         return self.loss if ":" in self.loss else None
 
     @property
+    def distills(self) -> bool:
+        """Whether a teacher has a share in the loss."""
+        return self.teacher is not None and self.distill_weight > 0
+
+    @property
     def open_flags(self) -> list[str]:
         """Flags that the start decides, by rules or by the checkpoint."""
         return [name for name in self._undecided if not FLAGS[name].takes_epoch]

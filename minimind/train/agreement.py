@@ -246,6 +246,8 @@ def _files(given: RunConfig, plan: Plan) -> dict[str, Told]:
 
         content = _brief(OwnLoss.imported(given.own_loss).digest())
         found["--loss"] = Told(content, given.own_loss)
+    if plan.teacher:
+        found["--teacher"] = Told(_brief(plan.teacher.digest), plan.teacher.place)
     if given.sample_prompts:
         content = _brief(fingerprint(read_sample_prompts(given)))
         found["--sample_prompts"] = Told(content, given.sample_prompts)

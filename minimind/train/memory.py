@@ -43,15 +43,18 @@ class Fit:
     facts: Mapping[str, Any]
 
 
-def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: Architecture) -> Fit:
+def largest_fit(
+    setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: Architecture, taken: int = 0
+) -> Fit:
     """Return the rows that fit the device of this rank, by the estimate and by records in out_dir.
 
-    Rank 0 reads the records, and all ranks take the smallest number (`with_common_fit`).
+    `taken`: bytes of it that the estimate does not count. Rank 0 reads the records, and all ranks
+    take the smallest number (`with_common_fit`).
     """
     launch, memory, fitting = setup.launch, None, None
     is_here = device_kind(setup.device).is_available() and not is_of_another_host(run, launch)
     if is_here:
-        memory = capacity(setup)
+        memory = capacity(setup) - taken
     if memory is not None and is_estimated(run):
         from minimind.architecture.plan import layout_of, rows_that_fit
 

@@ -7,6 +7,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minimind.architecture.select import Architecture
 from minimind.checkpoint.resume import read_manifests
@@ -32,6 +33,9 @@ from minimind.train.memory import Fit, largest_fit
 from minimind.train.rows import plan_length, plan_rows, run_budgets
 from minimind.train.text import Text, find_text, read_text, with_text
 
+if TYPE_CHECKING:
+    from minimind.train.teacher import Teacher
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -49,6 +53,7 @@ class Plan:
     order: Order | None
     schedule: Schedule | None
     fit: Fit | None = None  # of the micro-batch; None if it was given
+    teacher: Teacher | None = None
 
     @property
     def run(self) -> RunConfig:
@@ -95,7 +100,12 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
 
     tokenize=False reads no raw text. A copy of a prepared folder at a URL is kept until `cleanup`.
     """
-    text = find_text(run, cleanup)
+    text, teacher = find_text(run, cleanup), None
+    if run.distills:
+        from minimind.train.teacher import Teacher
+
+        teacher = Teacher.of(run)
+        run = teacher.with_tokenizer(run, text)
     saved = read_manifests(Path(run.out_dir) / "checkpoints", run.resume)
     initial = read_initial(run, text, saved)
     if run.task == "sft":
@@ -127,7 +137,8 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         manifest = prepared and prepared.manifest
         known = with_auto_values(setup, known, resolved.optimizer, manifest, model, resumed)
     if is_open and can_divide(known):
-        fit = largest_fit(setup, known, resolved, model)
+        taken = teacher.bytes(known) if teacher else 0
+        fit = largest_fit(setup, known, resolved, model, taken)
         if "batch_size" not in known.open_flags:
             known = divided(known, world_size, fit.rows, fit.why)
     order = schedule = None
@@ -144,8 +155,10 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         require_traceable(known, schedule.total_steps)
     if own_loss:
         own_loss.require_sums(model.vocabulary(known))
+    if teacher:
+        teacher.require_fit(known, prepared)
     resolved = setup.complete(resolved, known, schedule)
-    return Plan(setup, resolved, initial, text, prepared, order, schedule, fit)
+    return Plan(setup, resolved, initial, text, prepared, order, schedule, fit, teacher)
 
 
 def rehearse(run: RunConfig, launch: Launch | None = None) -> Plan:

@@ -1,0 +1,112 @@
+"""The teacher of a run, --teacher: read as --init_from is, and held beside the engine.
+
+Every rank has all of it. It is in no checkpoint: a resume reads it again from its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from minimind.architecture.hf_models import POSITIONS, model_of, require_separate_documents
+from minimind.config.checks import given
+from minimind.config.origin import Origin, Rank
+from minimind.config.run_config import RunConfig
+from minimind.data.prepare.prepared import Prepared
+from minimind.errors import UsageError
+from minimind.interop.weights import Weights, load_weights_from
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.distillation import Distillation
+from minimind.train.text import Text
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A validated model, whose weights are read when they are first needed."""
+
+    place: str
+    weights: Weights
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Teacher:
+        """Find the teacher of a run; raise CheckpointError or UsageError as --init_from does."""
+        place = run.teacher or ""
+        return cls(place, load_weights_from(place))
+
+    def with_tokenizer(self, run: RunConfig, text: Text) -> RunConfig:
+        """Return the run with the teacher's tokenizer, where nothing else decides it."""
+        is_open = run.tokenizer is run.init_from is run.hugging_face is text.folder is None
+        if not is_open or self.weights.tokenizer is None:
+            return run
+        path = self.weights.load_tokenizer().path
+        return run.with_values(Origin(f"--teacher {self.place}", Rank.DATA), tokenizer=str(path))
+
+    def require_fit(self, run: RunConfig, prepared: Prepared | None) -> None:
+        """Raise UsageError for rows that are too long for it, or a tokenizer that it lacks.
+
+        `prepared` is None where raw text is not read, which may decide the tokenizer.
+        """
+        length, by = getattr(self.weights.config, POSITIONS), given(run, "teacher")
+        if length < run.max_seq_len:
+            raise UsageError(
+                f"{by} has {length} positions, fewer than the rows of"
+                f" {given(run, 'max_seq_len')}; lower max_seq_len, or name another teacher"
+            )
+        if prepared is None:
+            return
+        ids, rows = prepared.tokenizer.vocab_size, self.weights.config.vocab_size
+        if self.weights.tokenizer is None:  # of a file of weights
+            is_same, own = ids == rows, f"{rows} rows in its embedding and no tokenizer"
+        else:
+            tokenizer = self.weights.load_tokenizer()
+            is_same = tokenizer.fingerprint == prepared.tokenizer.fingerprint
+            own = f"another tokenizer, of {tokenizer.vocab_size} ids"
+        if not is_same:
+            raise UsageError(
+                f"{by} has {own}, and the run has {prepared.tokenizer.path} of {ids};"
+                " probabilities of other tokens do not compare: name a teacher with the same"
+                " tokenizer, or give the teacher's as --tokenizer"
+            )
+
+    @cached_property
+    def model(self) -> Any:
+        """The model with its weights, fp32 on the CPU."""
+        model = model_of(self.weights.config)
+        self.weights.fill(model)
+        self.weights.release()
+        return model.eval().requires_grad_(False)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of its weights, whatever their place and format."""
+        digest = sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def bytes(self, run: RunConfig) -> int:
+        """Memory of its weights on each device."""
+        with torch.device("meta"):
+            model = model_of(self.weights.config)
+        width = getattr(torch, run.weight_dtype).itemsize
+        return width * sum(p.numel() for p in model.parameters())
+
+    def distillation(self, run: RunConfig, eos_id: int) -> Distillation:
+        """The loss of the run, with the model in fp32 on the CPU."""
+        weight, temperature = run.distill_weight, run.distill_temperature
+        name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {self.digest[:8]}"
+        if temperature != 1:
+            name += f" at temperature {temperature:g}"
+        masks_documents = run.doc_mask and run.task == "pretrain"
+        if isinstance(self.weights.config, MiniMindConfig):
+            self.model.config.doc_mask = False  # the arguments of the model say where they start
+        elif run.doc_mask:
+            require_separate_documents(self.model)
+        return Distillation(
+            self.model, name, weight, temperature, eos_id if masks_documents else None
+        )
