@@ -5,22 +5,40 @@ Every rank has all of it. It is in no checkpoint: a resume reads it again from i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
 import torch
 
-from minimind.architecture.hf_models import POSITIONS, model_of, require_separate_documents
+from minimind.architecture.hf_models import (
+    POSITIONS,
+    foreign_config,
+    model_of,
+    require_separate_documents,
+)
+from minimind.checkpoint.retention import with_best
+from minimind.checkpoint.tensor_files import readable
 from minimind.config.checks import given
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.errors import UsageError
-from minimind.interop.weights import Weights, load_weights_from
+from minimind.interop.foreign_config import ARCHITECTURES
+from minimind.interop.job import CONFIG, REPLACE
+from minimind.interop.weights import (
+    Weights,
+    find_tokenizer,
+    is_checkpoint,
+    load_transformers_weights,
+    load_weights_from,
+)
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.distillation import Distillation
+from minimind.runtime import disk
+from minimind.runtime.checked_json import read_foreign_object
+from minimind.runtime.hub import local_model
 from minimind.train.text import Text
 
 
@@ -33,9 +51,20 @@ class Teacher:
 
     @classmethod
     def of(cls, run: RunConfig) -> Teacher:
-        """Find the teacher of a run; raise CheckpointError or UsageError as --init_from does."""
+        """Find the teacher of a run; raise CheckpointError or UsageError as --init_from does.
+
+        A directory of transformers whose architecture our decoder lacks is run by transformers.
+        """
         place = run.teacher or ""
-        return cls(place, load_weights_from(place))
+        path = with_best(local_model(place))
+        if is_checkpoint(path) or not disk.is_file(path / CONFIG):
+            return cls(place, load_weights_from(place))
+        values = read_foreign_object(path / CONFIG)
+        if values.get("model_type") in ARCHITECTURES:
+            return cls(place, load_weights_from(place))
+        with readable(path / CONFIG, REPLACE):
+            weights = load_transformers_weights(place, foreign_config(values))
+        return cls(place, replace(weights, tokenizer=find_tokenizer(path)))
 
     def with_tokenizer(self, run: RunConfig, text: Text) -> RunConfig:
         """Return the run with the teacher's tokenizer, where nothing else decides it."""
