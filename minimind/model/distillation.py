@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,30 +13,32 @@ from minimind.model.loss import IGNORED, next_token_loss
 from minimind.model.masks import eos_starts
 
 
-def distillation_loss(
-    student_BTV: Tensor,
-    targets_BT: Tensor,
-    teacher_BTV: Tensor,
-    weight: float,
-    temperature: float,
-    by_row: bool = False,
-) -> Tensor:
-    """Return (1 - weight) cross-entropy + weight T^2 KL(teacher || student), summed over targets.
+@dataclass(frozen=True)
+class DistilledLoss:
+    """(1 - weight) cross-entropy + weight T^2 KL(teacher || student), for rows of a teacher.
 
-    With `by_row` it is (B,). The KL divergence is of the distributions at temperature T, whose
-    gradient T^2 keeps at the scale of the cross-entropy (Hinton et al. 2015). It has the ids that
-    both models have: embeddings may have more rows than the tokenizer ids.
+    The KL divergence is of the distributions at temperature T, whose gradient T^2 keeps at the
+    scale of the cross-entropy (Hinton et al. 2015). It has the ids that both models have:
+    embeddings may have more rows than the tokenizer ids.
     """
-    loss_sum, _ = next_token_loss(student_BTV, targets_BT, by_row=by_row)
-    ids = min(student_BTV.shape[-1], teacher_BTV.shape[-1])
-    student, teacher = (
-        F.log_softmax(logits[..., :ids].float() / temperature, dim=-1)
-        for logits in (student_BTV, teacher_BTV)
-    )
-    kl_BT = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
-    kl_BT = torch.where(targets_BT == IGNORED, 0.0, kl_BT)
-    kl_sum = kl_BT.sum(-1) if by_row else kl_BT.sum()
-    return (1 - weight) * loss_sum + weight * temperature**2 * kl_sum
+
+    teacher_BTV: Tensor = field(compare=False)  # DeepSpeed asks if tensor-parallel ranks' are equal
+    weight: float
+    temperature: float
+    by_row: bool = False
+
+    def __call__(self, student_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return the sum over the targets, a float32 scalar; `by_row`: (B,)."""
+        loss_sum, _ = next_token_loss(student_BTV, targets_BT, by_row=self.by_row)
+        ids = min(student_BTV.shape[-1], self.teacher_BTV.shape[-1])
+        student, teacher = (
+            F.log_softmax(logits[..., :ids].float() / self.temperature, dim=-1)
+            for logits in (student_BTV, self.teacher_BTV)
+        )
+        kl_BT = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+        kl_BT = torch.where(targets_BT == IGNORED, 0.0, kl_BT)
+        kl_sum = kl_BT.sum(-1) if self.by_row else kl_BT.sum()
+        return (1 - self.weight) * loss_sum + self.weight * self.temperature**2 * kl_sum
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Distillation:
     temperature: float
     eos_id: int | None  # at which the documents of a row start; None: they see one another
 
-    def of(self, inputs: dict[str, Tensor], by_row: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def of(self, inputs: dict[str, Tensor], by_row: bool) -> DistilledLoss:
         """The loss of logits and targets for these arguments of the student.
 
         The teacher sees as much of a row as the student does.
@@ -61,10 +61,4 @@ class Distillation:
             starts = eos_starts(ids, None, self.eos_id)
         with torch.no_grad():
             out = self.teacher(input_ids=ids, document_starts=starts, use_cache=False)
-        return partial(
-            distillation_loss,
-            teacher_BTV=out.logits,
-            weight=self.weight,
-            temperature=self.temperature,
-            by_row=by_row,
-        )
+        return DistilledLoss(out.logits, self.weight, self.temperature, by_row)

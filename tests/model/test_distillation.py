@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.distillation import Distillation, distillation_loss
+from minimind.model.distillation import Distillation, DistilledLoss
 from minimind.model.loss import IGNORED, next_token_loss
 
 DRAW = torch.Generator().manual_seed(1)
@@ -43,7 +43,7 @@ def by_hand(student: Tensor, weight: float, temperature: float, by_row: bool = F
 @pytest.mark.parametrize("by_row", [False, True])
 def test_loss_and_gradient_are_those_of_kl_div(weight: float, temperature: float, by_row: bool):
     leaf, exact = STUDENT.clone().requires_grad_(), STUDENT.double().requires_grad_()
-    loss = distillation_loss(leaf, TARGETS, TEACHER, weight, temperature, by_row)
+    loss = DistilledLoss(TEACHER, weight, temperature, by_row)(leaf, TARGETS)
     expected = by_hand(exact, weight, temperature, by_row)
     assert loss.shape == expected.shape
     assert loss.dtype == torch.float32
@@ -60,7 +60,7 @@ def test_the_gradient_has_the_scale_of_the_cross_entropy_at_any_temperature():
     norms = []
     for temperature in (1.0, 4.0):
         leaf = (STUDENT / 1e3).requires_grad_()
-        distillation_loss(leaf, TARGETS, TEACHER / 1e3, 1.0, temperature).backward()
+        DistilledLoss(TEACHER / 1e3, 1.0, temperature)(leaf, TARGETS).backward()
         assert leaf.grad is not None
         norms.append(float(leaf.grad.norm()))
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
@@ -69,7 +69,7 @@ def test_the_gradient_has_the_scale_of_the_cross_entropy_at_any_temperature():
 @pytest.mark.parametrize("by_row", [False, True])
 def test_without_weight_it_is_the_cross_entropy_to_the_bit(by_row: bool):
     found, expected = STUDENT.clone().requires_grad_(), STUDENT.clone().requires_grad_()
-    loss = distillation_loss(found, TARGETS, TEACHER, 0.0, 2.0, by_row)
+    loss = DistilledLoss(TEACHER, 0.0, 2.0, by_row)(found, TARGETS)
     plain, _ = next_token_loss(expected, TARGETS, by_row=by_row)
     assert torch.equal(loss, plain)
     loss.sum().backward()
@@ -81,7 +81,7 @@ def test_without_weight_it_is_the_cross_entropy_to_the_bit(by_row: bool):
 
 def test_the_divergence_from_itself_is_0():
     leaf = STUDENT.clone().requires_grad_()
-    loss = distillation_loss(leaf, TARGETS, STUDENT, 1.0, 2.0)
+    loss = DistilledLoss(STUDENT, 1.0, 2.0)(leaf, TARGETS)
     loss.backward()
     assert loss.item() == 0.0
     assert leaf.grad is not None
@@ -91,16 +91,16 @@ def test_the_divergence_from_itself_is_0():
 def test_rows_of_an_embedding_that_the_other_lacks_are_left_out():
     """The cross-entropy keeps all logits of the student."""
     padded = torch.cat([TEACHER, torch.full((3, 7, 5), 30.0)], dim=-1)
-    same = distillation_loss(STUDENT, TARGETS, padded, 0.4, 2.0)
-    assert torch.equal(same, distillation_loss(STUDENT, TARGETS, TEACHER, 0.4, 2.0))
+    same = DistilledLoss(padded, 0.4, 2.0)(STUDENT, TARGETS)
+    assert torch.equal(same, DistilledLoss(TEACHER, 0.4, 2.0)(STUDENT, TARGETS))
     wide = torch.cat([STUDENT, torch.full((3, 7, 5), 2.0)], dim=-1)
     entropy, _ = next_token_loss(wide, TARGETS)
     expected = 0.6 * float(entropy) + 0.4 * float(by_hand(STUDENT.double(), 1.0, 2.0))
-    assert float(distillation_loss(wide, TARGETS, TEACHER, 0.4, 2.0)) == pytest.approx(expected)
+    assert float(DistilledLoss(TEACHER, 0.4, 2.0)(wide, TARGETS)) == pytest.approx(expected)
 
 
 def logits_of(distillation: Distillation, **inputs: Tensor) -> Tensor:
-    return distillation.of(inputs, by_row=False).keywords["teacher_BTV"]  # pyright: ignore[reportFunctionMemberAccess] (a partial)
+    return distillation.of(inputs, by_row=False).teacher_BTV
 
 
 def test_the_teacher_sees_documents_as_the_student_does():
