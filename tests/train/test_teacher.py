@@ -12,6 +12,7 @@ import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_checkpoint
+from tests.conftest import Launcher
 from tests.train.test_fine_tuning import conversations
 from tests.train.test_fine_tuning_transformers import folder_of
 from tools.runs import events
@@ -146,3 +147,27 @@ def test_a_teacher_of_transformers(given: Flags, kind: str, tmp_path: Path):
     (start,) = events(tmp_path / "run", "run_start")
     assert start["identity"]["model"]["loss"].startswith("0 cross-entropy + 1 KL from teacher ")
     assert all(0 < loss < 1 for loss, _ in curve(tmp_path / "run"))  # both are nearly uniform
+
+
+@pytest.mark.long
+def test_two_processes_train_as_one_at_any_stage(launch: Launcher, given: Flags, tmp_path: Path):
+    """Also where they share every matrix of the student, and where a step has rows of padding."""
+    wide = {**given, "teacher": None, "dim": 48, "n_layers": 2, "max_seq_len": 64}
+    assert train(wide, out_dir=str(tmp_path / "teacher")) == 0
+    flags = f"--dtype float32 --teacher {tmp_path / 'teacher'} --distill_temperature 2"
+    cases = {
+        "one": (1, "--deepspeed_config none --batch_size 4"),
+        "stage_2": (2, ""),
+        "stage_3": (2, "--deepspeed_config zero3"),
+        "tensor": (2, "--tensor_parallel 2 --batch_size 4"),
+        "padded_one": (1, "--deepspeed_config none --global_batch_size 7 --batch_size 7"),
+        "padded_two": (2, "--global_batch_size 7 --batch_size 2"),
+    }
+    losses = {}
+    for name, (processes, more) in cases.items():
+        done = launch.run(tmp_path / name, f"{flags} {more}", processes)
+        assert done.status == 0, done.stderr
+        losses[name] = done.losses()
+    for name in ("stage_2", "stage_3", "tensor"):
+        assert losses[name] == pytest.approx(losses["one"], rel=1e-5), name
+    assert losses["padded_two"] == pytest.approx(losses["padded_one"], rel=1e-5)
