@@ -123,6 +123,8 @@ def log_peak(setup: Setup, engine: Engine, logger: RunLogger, step: int) -> None
 
     layout = layout_of(run, engine.world_size, engine.resolved.config, engine.device.type)
     estimate, device = costs.memory(shape_of(run), layout).total, capacity(setup)
+    if engine.distillation:
+        estimate += sum(p.nbytes for p in engine.distillation.teacher.parameters())
     peak = max(engine.gather(kind.peak_memory(engine.device)))
     sizes = {"peak_mib": peak, "estimate_mib": estimate, "device_mib": device}
     logger.event("memory", step=step, **{name: size / 2**20 for name, size in sizes.items()})
