@@ -46,6 +46,7 @@ _BY_RANK_0 = "read by rank 0 alone"
 MAY_DIFFER = {
     **dict.fromkeys(("data_path", "val_path", "source", "tokenizer", "skip_rows"), _BY_CONTENT),
     **dict.fromkeys(("stages", "chat_template", "sample_prompts", "config"), _BY_CONTENT),
+    "teacher": _BY_CONTENT,
     "deepspeed_config": "the values of the file are compared",
     "out_dir": "a place, which hosts may mount elsewhere: all must see a file of rank 0 there",
     **dict.fromkeys(("report_to", "wandb_project", "wandb_run_name"), _BY_RANK_0),
