@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,13 @@ MOST_ROWS = 2**20  # that are tried
 WIDTH = 75  # columns for the flags of a command
 
 
-def plan(argv: Sequence[str], machine: Machine) -> str:
-    """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError."""
+def plan(
+    argv: Sequence[str], machine: Machine, sized: Callable[[RunConfig], RunConfig] = lambda run: run
+) -> str:
+    """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError.
+
+    `sized` counts the weights of a teacher, which takes torch.
+    """
     known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
     faults = []
     for word in argv:
@@ -71,7 +76,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
             faults.append(unknown_flag(word, known))
     if faults:
         raise fault_error(faults)
-    run = parse_flags(argv)
+    run = sized(parse_flags(argv))
     if run.hugging_face is not None:
         raise UsageError(
             f"plan only estimates the built-in decoder, and --model {run.model} is from"
@@ -240,9 +245,9 @@ def plan_text(
             f"loss        {run.own_loss}: all logits of a micro-batch at once, and what it holds"
             " beside them is not counted"
         )
-    if run.distills:
+    if run.teacher is not None:
         lines.append(
-            f"teacher     {run.teacher}: each process has all of its weights, which are not counted"
+            f"teacher     {run.teacher}: {run.teacher_weights:,} weights, all in each process"
         )
     return "\n".join([*lines, "", *_table(shape, here, machine.memory)])
 
@@ -272,7 +277,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         optimizer=run.optimizer,
         moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,
-        distills=run.distills,
+        teacher=run.teacher_weights,
         sequence=run.sequence_parallel,
         tensor=run.tensor_parallel,
         max_live_parameters=int(zero.get("stage3_max_live_parameters", 10**9)),

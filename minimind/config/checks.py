@@ -227,7 +227,7 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
         " {loss.drop}, or {compile.drop}",
     ),
     Rule(
-        lambda run: run.distills and run.compile == "on",
+        lambda run: run.teacher and run.compile == "on",
         "{teacher} has a loss that is not compiled, and {compile} compiles all of a model of"
         " transformers; {teacher.drop}, or {compile.drop}",
     ),

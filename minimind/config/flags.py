@@ -431,7 +431,7 @@ class Model:
     at each target it also learns the probabilities of this teacher"""
     distill_weight: float = flag(0.5, ge=0.0, le=1.0, needs="teacher")
     """share W of the teacher in the loss, (1 - W) cross-entropy + W T^2 KL(teacher || student),
-    where T is --distill_temperature; 0 trains without the teacher, 1 without the cross-entropy"""
+    where T is --distill_temperature; 0 is the cross-entropy alone, 1 goes without it"""
     distill_temperature: float = flag(1.0, gt=0.0, needs="teacher")
     """temperature of both distributions in the KL divergence; above 1, unlikely tokens count
     more"""

@@ -99,6 +99,7 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     """All flags of a run. A step is an optimizer step over all processes."""
 
     sources: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+    teacher_weights: int = field(default=0, compare=False)  # their number, once it is known
 
     def is_explicit(self, name: str) -> bool:
         """Whether the user set the value: in any source except defaults, rules and presets."""
@@ -117,11 +118,6 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     def own_loss(self) -> str | None:
         """MODULE:FUNCTION of --loss; None for the cross-entropy."""
         return self.loss if ":" in self.loss else None
-
-    @property
-    def distills(self) -> bool:
-        """Whether a teacher has a share in the loss."""
-        return self.teacher is not None and self.distill_weight > 0
 
     @property
     def open_flags(self) -> list[str]:

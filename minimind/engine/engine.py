@@ -228,7 +228,7 @@ class Engine(Ranks):
                     inputs = self.inputs_of(rows, first)
                     first += len(rows)
                     by_row = self.loss_weights is not None
-                    out = backend.forward(**inputs, **self.loss_arguments(inputs, by_row))
+                    out = backend.forward(**inputs, **self.trained_loss, loss_by_row=by_row)
                     if self.loss_weights is not None:
                         of_rows = self.loss_weights[source_of(rows)]
                         out.loss_sum = of_rows @ out.loss_sum
@@ -297,7 +297,7 @@ class Engine(Ranks):
     def inputs_of(self, rows: torch.Tensor, first: int = 0) -> dict[str, Any]:
         """Arguments of the model in training for rows (B, T + 1) on its device.
 
-        They are the rows of the seeded step from number `first` on.
+        They are the rows of the seeded step from number `first` on. A teacher computes its logits.
         """
         inputs: dict[str, Any] = text_inputs(rows)
         if self.counts_targets:
@@ -305,15 +305,9 @@ class Engine(Ranks):
         if rate := self.resolved.run.dropout:
             place = self.resolved.run.seed, self.seeded_step, first, len(rows)
             inputs |= {"dropout": rate, "dropout_keys": row_keys(*place, rows.device)}
+        if self.distillation:
+            inputs["own_loss"] = self.distillation.of(inputs)
         return inputs
-
-    def loss_arguments(self, inputs: dict[str, Any], by_row: bool = False) -> dict[str, Any]:
-        """Further arguments of the model for the loss of these inputs in a training step.
-
-        A teacher computes its logits here.
-        """
-        others = {"own_loss": self.distillation.of(inputs, by_row)} if self.distillation else {}
-        return self.trained_loss | {"loss_by_row": by_row} | others
 
     @torch.no_grad()
     def loss_of(

@@ -25,20 +25,18 @@ class DistilledLoss:
     teacher_BTV: Tensor = field(compare=False)  # DeepSpeed asks if tensor-parallel ranks' are equal
     weight: float
     temperature: float
-    by_row: bool = False
 
     def __call__(self, student_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return the sum over the targets, a float32 scalar; `by_row`: (B,)."""
-        loss_sum, _ = next_token_loss(student_BTV, targets_BT, by_row=self.by_row)
+        """Return the sums over the targets of each row, float32, (B,)."""
+        entropy_B, _ = next_token_loss(student_BTV, targets_BT, by_row=True)
         ids = min(student_BTV.shape[-1], self.teacher_BTV.shape[-1])
         student, teacher = (
             F.log_softmax(logits[..., :ids].float() / self.temperature, dim=-1)
             for logits in (student_BTV, self.teacher_BTV)
         )
         kl_BT = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
-        kl_BT = torch.where(targets_BT == IGNORED, 0.0, kl_BT)
-        kl_sum = kl_BT.sum(-1) if self.by_row else kl_BT.sum()
-        return (1 - self.weight) * loss_sum + self.weight * self.temperature**2 * kl_sum
+        kl_B = torch.where(targets_BT == IGNORED, 0.0, kl_BT).sum(-1)
+        return (1 - self.weight) * entropy_B + self.weight * self.temperature**2 * kl_B
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Distillation:
     temperature: float
     eos_id: int | None  # at which the documents of a row start; None: they see one another
 
-    def of(self, inputs: dict[str, Tensor], by_row: bool) -> DistilledLoss:
+    def of(self, inputs: dict[str, Tensor]) -> DistilledLoss:
         """The loss of logits and targets for these arguments of the student.
 
         The teacher sees as much of a row as the student does.
@@ -61,4 +59,4 @@ class Distillation:
             starts = eos_starts(ids, None, self.eos_id)
         with torch.no_grad():
             out = self.teacher(input_ids=ids, document_starts=starts, use_cache=False)
-        return DistilledLoss(out.logits, self.weight, self.temperature, by_row)
+        return DistilledLoss(out.logits, self.weight, self.temperature)

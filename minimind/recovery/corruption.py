@@ -131,8 +131,7 @@ def _loss_and_gradients(
     scale = FP16_SCALE if engine.resolved.run.dtype == "float16" else 1.0
     try:
         with nullcontext() if is_whole else uncompiled(model):
-            inputs = engine.inputs_of(rows)
-            out = model(**inputs, **engine.loss_arguments(inputs))
+            out = model(**engine.inputs_of(rows), **engine.trained_loss)
             total = mean_loss(out, out.targets.clamp(min=1)) * scale
             # Not backward(), whose hooks reduce gradients.
             torch.autograd.grad(total, weights, allow_unused=True)

@@ -195,7 +195,7 @@ def _require_suited(run: RunConfig, own: Mapping[str, Any]) -> None:
             raise UsageError(f"{name} = {getattr(run, name)} ({run.sources[name]}) {BY_TOKENS}")
     for name, is_other in (
         ("init_from", run.init_from is not None),
-        ("teacher", run.distills),
+        ("teacher", run.teacher is not None),
         ("loss", run.own_loss),
         ("use_moe", run.use_moe),
         ("model", run.hugging_face is not None),

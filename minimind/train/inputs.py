@@ -46,8 +46,8 @@ def require_inputs(run: RunConfig) -> None:
     require_none(faults)
     if run.hugging_face is not None:
         config_file(run.hugging_face)
-    if run.distills:
-        _require_model("--teacher ", run.teacher or "")
+    if run.teacher is not None:
+        _require_model("--teacher ", run.teacher)
     _require_init_from(run)
     if run.tokenizer is not None:
         from minimind.data.tokenizer.load import load_tokenizer

@@ -43,18 +43,15 @@ class Fit:
     facts: Mapping[str, Any]
 
 
-def largest_fit(
-    setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: Architecture, taken: int = 0
-) -> Fit:
+def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: Architecture) -> Fit:
     """Return the rows that fit the device of this rank, by the estimate and by records in out_dir.
 
-    `taken`: bytes of it that the estimate does not count. Rank 0 reads the records, and all ranks
-    take the smallest number (`with_common_fit`).
+    Rank 0 reads the records, and all ranks take the smallest number (`with_common_fit`).
     """
     launch, memory, fitting = setup.launch, None, None
     is_here = device_kind(setup.device).is_available() and not is_of_another_host(run, launch)
     if is_here:
-        memory = capacity(setup) - taken
+        memory = capacity(setup)
     if memory is not None and is_estimated(run):
         from minimind.architecture.plan import layout_of, rows_that_fit
 
@@ -123,8 +120,6 @@ def log_peak(setup: Setup, engine: Engine, logger: RunLogger, step: int) -> None
 
     layout = layout_of(run, engine.world_size, engine.resolved.config, engine.device.type)
     estimate, device = costs.memory(shape_of(run), layout).total, capacity(setup)
-    if engine.distillation:
-        estimate += sum(p.nbytes for p in engine.distillation.teacher.parameters())
     peak = max(engine.gather(kind.peak_memory(engine.device)))
     sizes = {"peak_mib": peak, "estimate_mib": estimate, "device_mib": device}
     logger.event("memory", step=step, **{name: size / 2**20 for name, size in sizes.items()})

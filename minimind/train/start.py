@@ -23,6 +23,7 @@ from minimind.config.run_record import require_rules
 from minimind.config.schedule import Schedule, budget_steps
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.build import require_accepted
 from minimind.errors import UsageError
 from minimind.runtime.environment import environment_kept
@@ -101,11 +102,11 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     tokenize=False reads no raw text. A copy of a prepared folder at a URL is kept until `cleanup`.
     """
     text, teacher = find_text(run, cleanup), None
-    if run.distills:
+    if run.teacher is not None:
         from minimind.train.teacher import Teacher
 
         teacher = Teacher.of(run)
-        run = teacher.with_tokenizer(run, text)
+        run = teacher.with_tokenizer(teacher.sized(run), text)
     saved = read_manifests(Path(run.out_dir) / "checkpoints", run.resume)
     initial = read_initial(run, text, saved)
     if run.task == "sft":
@@ -129,6 +130,8 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         from minimind.model.own_loss import OwnLoss
 
         own_loss = OwnLoss.imported(run.own_loss)
+    if teacher and run.tokenizer:  # before a long text is tokenized
+        teacher.require_fit(run, load_tokenizer(run.tokenizer))
 
     prepared = read_text(run, text) if tokenize or text.folder else None
     known = with_text(resolved.run, text, prepared)
@@ -137,8 +140,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         manifest = prepared and prepared.manifest
         known = with_auto_values(setup, known, resolved.optimizer, manifest, model, resumed)
     if is_open and can_divide(known):
-        taken = teacher.bytes(known) if teacher else 0
-        fit = largest_fit(setup, known, resolved, model, taken)
+        fit = largest_fit(setup, known, resolved, model)
         if "batch_size" not in known.open_flags:
             known = divided(known, world_size, fit.rows, fit.why)
     order = schedule = None
@@ -155,8 +157,8 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         require_traceable(known, schedule.total_steps)
     if own_loss:
         own_loss.require_sums(model.vocabulary(known))
-    if teacher:
-        teacher.require_fit(known, prepared)
+    if teacher and prepared:
+        teacher.require_fit(known, prepared.tokenizer)
     resolved = setup.complete(resolved, known, schedule)
     return Plan(setup, resolved, initial, text, prepared, order, schedule, fit, teacher)
 

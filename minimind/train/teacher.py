@@ -15,6 +15,7 @@ import torch
 from minimind.architecture.hf_models import (
     POSITIONS,
     foreign_config,
+    is_bidirectional,
     model_of,
     require_separate_documents,
 )
@@ -23,7 +24,7 @@ from minimind.checkpoint.tensor_files import readable
 from minimind.config.checks import given
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
-from minimind.data.prepare.prepared import Prepared
+from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
 from minimind.interop.foreign_config import ARCHITECTURES
 from minimind.interop.job import CONFIG, REPLACE
@@ -66,37 +67,38 @@ class Teacher:
             weights = load_transformers_weights(place, foreign_config(values))
         return cls(place, replace(weights, tokenizer=find_tokenizer(path)))
 
+    def sized(self, run: RunConfig) -> RunConfig:
+        """Return the run with the number of the teacher's weights."""
+        with torch.device("meta"):
+            model = model_of(self.weights.config)
+        return replace(run, teacher_weights=sum(p.numel() for p in model.parameters()))
+
     def with_tokenizer(self, run: RunConfig, text: Text) -> RunConfig:
         """Return the run with the teacher's tokenizer, where nothing else decides it."""
-        is_open = run.tokenizer is run.init_from is run.hugging_face is text.folder is None
-        if not is_open or self.weights.tokenizer is None:
+        decided = run.tokenizer, run.init_from, run.hugging_face, text.folder
+        if any(decided) or self.weights.tokenizer is None:
             return run
         path = self.weights.load_tokenizer().path
         return run.with_values(Origin(f"--teacher {self.place}", Rank.DATA), tokenizer=str(path))
 
-    def require_fit(self, run: RunConfig, prepared: Prepared | None) -> None:
-        """Raise UsageError for rows that are too long for it, or a tokenizer that it lacks.
-
-        `prepared` is None where raw text is not read, which may decide the tokenizer.
-        """
+    def require_fit(self, run: RunConfig, tokenizer: Tokenizer) -> None:
+        """Raise UsageError for rows that are too long for it, or a tokenizer that it lacks."""
         length, by = getattr(self.weights.config, POSITIONS), given(run, "teacher")
         if length < run.max_seq_len:
             raise UsageError(
                 f"{by} has {length} positions, fewer than the rows of"
                 f" {given(run, 'max_seq_len')}; lower max_seq_len, or name another teacher"
             )
-        if prepared is None:
-            return
-        ids, rows = prepared.tokenizer.vocab_size, self.weights.config.vocab_size
+        ids, rows = tokenizer.vocab_size, self.weights.config.vocab_size
         if self.weights.tokenizer is None:  # of a file of weights
             is_same, own = ids == rows, f"{rows} rows in its embedding and no tokenizer"
         else:
-            tokenizer = self.weights.load_tokenizer()
-            is_same = tokenizer.fingerprint == prepared.tokenizer.fingerprint
-            own = f"another tokenizer, of {tokenizer.vocab_size} ids"
+            mine = self.weights.load_tokenizer()
+            is_same = mine.fingerprint == tokenizer.fingerprint
+            own = f"another tokenizer, of {mine.vocab_size} ids"
         if not is_same:
             raise UsageError(
-                f"{by} has {own}, and the run has {prepared.tokenizer.path} of {ids};"
+                f"{by} has {own}, and the run has {tokenizer.path} of {ids};"
                 " probabilities of other tokens do not compare: name a teacher with the same"
                 " tokenizer, or give the teacher's as --tokenizer"
             )
@@ -118,13 +120,6 @@ class Teacher:
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
 
-    def bytes(self, run: RunConfig) -> int:
-        """Memory of its weights on each device."""
-        with torch.device("meta"):
-            model = model_of(self.weights.config)
-        width = getattr(torch, run.weight_dtype).itemsize
-        return width * sum(p.numel() for p in model.parameters())
-
     def distillation(self, run: RunConfig, eos_id: int) -> Distillation:
         """The loss of the run, with the model in fp32 on the CPU."""
         weight, temperature = run.distill_weight, run.distill_temperature
@@ -134,6 +129,11 @@ class Teacher:
         masks_documents = run.doc_mask and run.task == "pretrain"
         if isinstance(self.weights.config, MiniMindConfig):
             self.model.config.doc_mask = False  # the arguments of the model say where they start
+        elif is_bidirectional(self.model):
+            raise UsageError(
+                f"{given(run, 'teacher')}: {type(self.model).__name__} attends to later tokens;"
+                " name a causal language model"
+            )
         elif run.doc_mask:
             require_separate_documents(self.model)
         return Distillation(

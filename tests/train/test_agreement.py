@@ -107,7 +107,7 @@ def test_a_flag_of_one_rank_is_named_or_may_differ_for_a_reason(name: str):
 def test_flags_that_may_differ_are_flags_with_a_reason():
     assert {*MAY_DIFFER} <= {*FLAGS}
     assert all(len(reason) > 10 for reason in MAY_DIFFER.values())
-    assert {f.name for f in fields(RunConfig)} - {*FLAGS} == {"sources"}
+    assert {f.name for f in fields(RunConfig)} - {*FLAGS} == {"sources", "teacher_weights"}
 
 
 def test_ranks_that_have_all_alike_train_whatever_may_differ():
