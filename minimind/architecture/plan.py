@@ -66,7 +66,7 @@ def plan(
 ) -> str:
     """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError.
 
-    `sized` counts the weights of a teacher, which takes torch.
+    `sized` counts the weights of a teacher.
     """
     known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
     faults = []
@@ -76,7 +76,8 @@ def plan(
             faults.append(unknown_flag(word, known))
     if faults:
         raise fault_error(faults)
-    run = sized(parse_flags(argv))
+    run = parse_flags(argv)
+    run = sized(run) if run.teacher else run
     if run.hugging_face is not None:
         raise UsageError(
             f"plan only estimates the built-in decoder, and --model {run.model} is from"
@@ -225,9 +226,10 @@ def plan_text(
     active = "active " if shape.use_moe else ""
     padding = run.padded_rows(world_size) - run.rows_per_step(world_size)
     more = f", and {padding * run.max_seq_len:,} of padding" if padding else ""
+    taught = f"; of the teacher {run.teacher_weights:,}" if run.teacher else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"
-        f" and head {shape.embedding:,}, all norms {shape.norms:,}",
+        f" and head {shape.embedding:,}, all norms {shape.norms:,}{taught}",
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
         f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens{more}",
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x {heads}"
@@ -244,10 +246,6 @@ def plan_text(
         lines.append(
             f"loss        {run.own_loss}: all logits of a micro-batch at once, and what it holds"
             " beside them is not counted"
-        )
-    if run.teacher is not None:
-        lines.append(
-            f"teacher     {run.teacher}: {run.teacher_weights:,} weights, all in each process"
         )
     return "\n".join([*lines, "", *_table(shape, here, machine.memory)])
 

@@ -50,8 +50,6 @@ class Plan(OfRunFlags):
 
 def _sized(run: RunConfig) -> RunConfig:
     """The run with the size of its teacher, whose shape is read."""
-    if run.teacher is None:
-        return run
     from minimind.train.teacher import Teacher
 
     return Teacher.of(run).sized(run)

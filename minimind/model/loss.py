@@ -77,14 +77,9 @@ def own_sum(
     targets_BT: Tensor,
     by_row: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of a loss that is not the cross-entropy, and the number of targets.
-
-    `loss` gives the sum, or the sums of the rows, (B,), which `by_row` asks for.
-    """
+    """Return the sum of another loss, and the number of targets; `by_row` of each row, (B,)."""
     loss_sum, is_target = loss(logits_BTV, targets_BT), targets_BT != IGNORED
-    if by_row:
-        return loss_sum, is_target.sum(-1)
-    return loss_sum.sum(), is_target.sum()
+    return (loss_sum, is_target.sum(-1)) if by_row else (loss_sum.sum(), is_target.sum())
 
 
 def mean_with_nan_grads(loss_sum: Tensor, count: Tensor, also: Tensor | None = None) -> Tensor:

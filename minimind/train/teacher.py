@@ -58,10 +58,9 @@ class Teacher:
         """
         place = run.teacher or ""
         path = with_best(local_model(place))
-        if is_checkpoint(path) or not disk.is_file(path / CONFIG):
-            return cls(place, load_weights_from(place))
-        values = read_foreign_object(path / CONFIG)
-        if values.get("model_type") in ARCHITECTURES:
+        is_described = not is_checkpoint(path) and disk.is_file(path / CONFIG)
+        values = read_foreign_object(path / CONFIG) if is_described else {}
+        if not is_described or values.get("model_type") in ARCHITECTURES:
             return cls(place, load_weights_from(place))
         with readable(path / CONFIG, REPLACE):
             weights = load_transformers_weights(place, foreign_config(values))
@@ -89,18 +88,15 @@ class Teacher:
                 f"{by} has {length} positions, fewer than the rows of"
                 f" {given(run, 'max_seq_len')}; lower max_seq_len, or name another teacher"
             )
-        ids, rows = tokenizer.vocab_size, self.weights.config.vocab_size
-        if self.weights.tokenizer is None:  # of a file of weights
-            is_same, own = ids == rows, f"{rows} rows in its embedding and no tokenizer"
-        else:
-            mine = self.weights.load_tokenizer()
-            is_same = mine.fingerprint == tokenizer.fingerprint
-            own = f"another tokenizer, of {mine.vocab_size} ids"
+        rows, own = self.weights.config.vocab_size, self.weights.tokenizer
+        is_same = tokenizer.vocab_size == rows  # of a file of weights, which is all that it shows
+        if own is not None:
+            is_same = tokenizer.fingerprint == self.weights.load_tokenizer().fingerprint
         if not is_same:
             raise UsageError(
-                f"{by} has {own}, and the run has {tokenizer.path} of {ids};"
-                " probabilities of other tokens do not compare: name a teacher with the same"
-                " tokenizer, or give the teacher's as --tokenizer"
+                f"{by} has {'no' if own is None else 'another'} tokenizer and {rows} rows in its"
+                f" embedding, and the run has {tokenizer.path} of {tokenizer.vocab_size} ids; give"
+                " a teacher with the same tokenizer, or its tokenizer as --tokenizer"
             )
 
     @cached_property
@@ -126,7 +122,6 @@ class Teacher:
         name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {self.digest[:8]}"
         if temperature != 1:
             name += f" at temperature {temperature:g}"
-        masks_documents = run.doc_mask and run.task == "pretrain"
         if isinstance(self.weights.config, MiniMindConfig):
             self.model.config.doc_mask = False  # the arguments of the model say where they start
         elif is_bidirectional(self.model):
@@ -136,6 +131,5 @@ class Teacher:
             )
         elif run.doc_mask:
             require_separate_documents(self.model)
-        return Distillation(
-            self.model, name, weight, temperature, eos_id if masks_documents else None
-        )
+        by_eos = run.doc_mask and run.task == "pretrain"
+        return Distillation(self.model, name, weight, temperature, eos_id if by_eos else None)
