@@ -14,7 +14,7 @@ from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_checkpoint
 from tests.conftest import Launcher
 from tests.train.test_fine_tuning import conversations
-from tests.train.test_fine_tuning_transformers import folder_of
+from tests.train.test_fine_tuning_transformers import CONFIGS, folder_of
 from tools.runs import events
 
 train: Any = training  # a package that is called like a function
@@ -150,6 +150,30 @@ def test_a_teacher_of_transformers(given: Flags, kind: str, within: float, tmp_p
     same = {**plain, **more, "teacher": str(folder), "distill_weight": 1.0, "max_steps": 2}
     assert train({**same, "max_seq_len": 32}, out_dir=str(tmp_path / "same")) == 0
     assert curve(tmp_path / "same")[0][0] == pytest.approx(0.0, abs=within)
+
+
+def test_a_teacher_that_sees_later_tokens_is_refused(
+    given: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    monkeypatch.setitem(CONFIGS, "bert", {**sizes, "max_position_embeddings": 32})
+    folder = folder_of(tmp_path / "bert", "bert", template=None)
+    flags = {name: given[name] for name in given if name != "vocab_size"}
+    with pytest.raises(UsageError, match=r"^teacher = .*attends to later tokens"):
+        train({**flags, "teacher": str(folder)}, out_dir=str(tmp_path / "run"))
+
+
+def test_plan_counts_the_weights_of_a_teacher(given: Flags, capsys: pytest.CaptureFixture[str]):
+    words = [f"--{name}={given[name]}" for name in (*SHAPE, "dtype", "device")]
+    held = {}
+    for teacher in ([], ["--teacher", given["teacher"]]):
+        assert minimind(["plan", *words, "--deepspeed_config", "none", *teacher]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        held[bool(teacher)] = next(line for line in lines if line[:1] == "*").split()[2]
+    parameters = sum(p.numel() for p in load_checkpoint(given["teacher"])[0].parameters())
+    assert f"of the teacher {parameters:,}" in " ".join(lines)
+    more = float(held[True]) - float(held[False])
+    assert more == pytest.approx(4 * parameters / 2**20, abs=0.011)
 
 
 @pytest.mark.long
