@@ -42,6 +42,7 @@ class Layout:
     moments: int = 2  # fp32 numbers kept per weight; Muon keeps one fewer for matrices of blocks
     # full, chunked, or auto: chunked on a GPU if nothing is compiled; or MODULE:FUNCTION
     loss: str = "full"
+    teacher: int = 0  # weights of --teacher, of which every process has all
     sequence: int = 1  # processes that divide the positions of a row
     tensor: int = 1  # processes that share each matrix of a block
     # Elements at stage 3, DeepSpeed's defaults: of all gathered weights, and of the largest weight
@@ -75,7 +76,7 @@ class Layout:
     @property
     def chunks_loss(self) -> bool:
         """Whether the loss computes LOSS_CHUNK positions at a time."""
-        is_eager_gpu = self.device != "cpu" and not self.is_compiled
+        is_eager_gpu = self.device != "cpu" and not self.is_compiled and not self.teacher
         return self.loss == "chunked" or (self.loss == "auto" and is_eager_gpu)
 
 
@@ -116,6 +117,7 @@ def memory(shape: Shape, layout: Layout) -> Memory:
         return replace(needed, update=max(needed.update, saving_bytes(part, ranks)))
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
     needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
+    needed = replace(needed, weights=needed.weights + BYTES[layout.dtype] * layout.teacher)
     average = layout.averages * FP32 * shape.parameters // layout.shards
     extra = _temporaries(shape, layout) if layout.stage != 0 else 0  # there _replicated adds it
     update = needed.update + max(0, extra)
@@ -316,12 +318,15 @@ def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
     """Bytes of the loss of `tokens` positions, or of a chunk of them, at its peak.
 
     Eager: fp32 log-probabilities and two gradients of that size. Compiled: the logits and their
-    gradient in the dtype of products. A loss of the user's own is not compiled.
+    gradient in the dtype of products. A loss of the user's own is not compiled. With a teacher: the
+    logits of both, two log-probabilities of the student, and four tensors of `kl_div`, all fp32.
     """
     if layout.chunks_loss:
         tokens = min(tokens, LOSS_CHUNK)
     is_fused = layout.is_compiled and ":" not in layout.loss
     per_logit = 2 * layout.product if is_fused else 3 * FP32
+    if layout.teacher:
+        per_logit = 2 * layout.product + 6 * FP32
     return tokens * shape.vocab_size * per_logit
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,13 @@ MOST_ROWS = 2**20  # that are tried
 WIDTH = 75  # columns for the flags of a command
 
 
-def plan(argv: Sequence[str], machine: Machine) -> str:
-    """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError."""
+def plan(
+    argv: Sequence[str], machine: Machine, sized: Callable[[RunConfig], RunConfig] = lambda run: run
+) -> str:
+    """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError.
+
+    `sized` counts the weights of a teacher.
+    """
     known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
     faults = []
     for word in argv:
@@ -72,6 +77,7 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     if faults:
         raise fault_error(faults)
     run = parse_flags(argv)
+    run = sized(run) if run.teacher else run
     if run.hugging_face is not None:
         raise UsageError(
             f"plan only estimates the built-in decoder, and --model {run.model} is from"
@@ -220,9 +226,10 @@ def plan_text(
     active = "active " if shape.use_moe else ""
     padding = run.padded_rows(world_size) - run.rows_per_step(world_size)
     more = f", and {padding * run.max_seq_len:,} of padding" if padding else ""
+    taught = f"; of the teacher {run.teacher_weights:,}" if run.teacher else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"
-        f" and head {shape.embedding:,}, all norms {shape.norms:,}",
+        f" and head {shape.embedding:,}, all norms {shape.norms:,}{taught}",
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
         f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens{more}",
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x {heads}"
@@ -268,6 +275,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         optimizer=run.optimizer,
         moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,
+        teacher=run.teacher_weights,
         sequence=run.sequence_parallel,
         tensor=run.tensor_parallel,
         max_live_parameters=int(zero.get("stage3_max_live_parameters", 10**9)),

@@ -64,7 +64,7 @@ def identity(
             **({"rows_left_out": _brief(order.left_out)} if order.left_out else {}),
         },
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint, **_template(run, prepared)},
-        "model": model | _own_loss(run),
+        "model": model | _own_loss(run, engine),
         "dtype": {"dtype": "tf32" if run.tf32 else run.dtype},
         "seed": {"seed": run.seed},
     }
@@ -91,8 +91,10 @@ def _loss_weights(run: RunConfig, prepared: Prepared) -> dict[str, list[float]]:
     return {"loss_weights": [*(loss_weights(run.loss_weight, names) or ())]}
 
 
-def _own_loss(run: RunConfig) -> dict[str, str]:
-    """Name of a loss of the user's own, and a digest of its module."""
+def _own_loss(run: RunConfig, engine: Engine) -> dict[str, str]:
+    """Name of a loss that is not the cross-entropy, with a digest of its module or its teacher."""
+    if engine.distillation:
+        return {"loss": engine.distillation.name}
     if run.own_loss is None:
         return {}
     from minimind.model.own_loss import OwnLoss

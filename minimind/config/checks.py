@@ -21,7 +21,7 @@ from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
 
-OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
+OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "teacher", "tokenizer")
 OF_THIS_HOST += ("chat_template", "skip_rows", "stages")
 MIRROR = re.compile(r"(s3|gs)://[^/\s]|file://.*[^/\s]")
 
@@ -226,6 +226,11 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
         "{loss} is not compiled, and {compile} compiles all of a model of transformers;"
         " {loss.drop}, or {compile.drop}",
     ),
+    Rule(
+        lambda run: run.teacher and run.compile == "on",
+        "{teacher} has a loss that is not compiled, and {compile} compiles all of a model of"
+        " transformers; {teacher.drop}, or {compile.drop}",
+    ),
 )
 DECODER_RULES: tuple[Rule, ...] = (
     Rule(
@@ -397,6 +402,10 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
         lambda run: run.own_loss and run.loss_weight,
         "{loss} sums over all rows, which --loss_weight cannot weigh; {loss.drop}, or"
         " {loss_weight.drop}",
+    ),
+    Rule(
+        lambda run: run.own_loss and run.teacher,
+        "{loss} and {teacher} each replace the cross-entropy; {loss.drop}, or {teacher.drop}",
     ),
     Rule(
         lambda run: run.own_loss and run.sequence_parallel > 1,

@@ -420,6 +420,21 @@ class Model:
     directory, a directory of `minimind export` or `import`, a directory of Llama, Mistral, Qwen
     or SmolLM (DIR or hf:DIR), a MiniMind2 file or directory, or hf:USER/MODEL of the Hugging
     Face Hub"""
+    teacher: str | None = flag(
+        None,
+        excludes={
+            "loss=chunked": "the loss needs all logits of the teacher",
+            "sequence_parallel": "the teacher reads whole rows",
+        },
+    )
+    """place of a model with the same tokenizer, as for --init_from, that the run is distilled from:
+    at each target it also learns the probabilities of this teacher"""
+    distill_weight: float = flag(0.5, ge=0.0, le=1.0, needs="teacher")
+    """share W of the teacher in the loss, (1 - W) cross-entropy + W T^2 KL(teacher || student),
+    where T is --distill_temperature; 0 is the cross-entropy alone, 1 goes without it"""
+    distill_temperature: float = flag(1.0, gt=0.0, needs="teacher")
+    """temperature of both distributions in the KL divergence; above 1, unlikely tokens count
+    more"""
 
 
 @dataclass(frozen=True)

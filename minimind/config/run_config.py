@@ -99,6 +99,7 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     """All flags of a run. A step is an optimizer step over all processes."""
 
     sources: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+    teacher_weights: int = field(default=0, compare=False)  # their number, once it is known
 
     def is_explicit(self, name: str) -> bool:
         """Whether the user set the value: in any source except defaults, rules and presets."""

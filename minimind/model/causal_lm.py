@@ -272,8 +272,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
         With loss_chunk_size, return loss_sum and targets of shift_labels (of this rank's positions
         with `sequence`) instead of loss and logits: all logits at once if 0, else so many. With
-        loss_by_row both are of each row, (B,). An own_loss of logits and targets gives the sum; it
-        is not compiled.
+        loss_by_row both are of each row, (B,). An own_loss of logits and targets gives the sum, or
+        the sums; it is not compiled.
         """
         # Not a parameter: transformers' Trainer waits for every parameter that is named a label.
         shift_labels = kwargs.pop("shift_labels", None)
@@ -293,7 +293,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             if own_loss is None:
                 loss_sum, targets = self.loss_of(x_BTE, own_BT, loss_chunk_size, loss_by_row)
             else:
-                loss_sum, targets = own_sum(own_loss, self.lm_head(x_BTE), own_BT)
+                loss_sum, targets = own_sum(own_loss, self.lm_head(x_BTE), own_BT, loss_by_row)
             return MiniMindOutput(loss_sum=loss_sum, targets=targets, **shared)
         last = logits_to_keep
         kept = last if isinstance(last, Tensor) else slice(-last, None)  # all if 0

@@ -174,7 +174,11 @@ def train_planned(
     require_agreement(store, given, plan)
     run, (prepared, order, schedule) = plan.run, plan.rows()
     cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved))
+    # A model that is built after DeepSpeed's engine is divided at stage 3.
+    distillation = plan.teacher and plan.teacher.distillation(run, prepared.tokenizer.eos_id)
     engine = build_engine(plan.resolved, plan.initial.build(run, prepared), plan.setup.device)
+    if distillation:
+        engine.learn_from(distillation)
     del store
     if engine.kind is HOST:
         cleanup.callback(keep_freed_memory, os.environ, keeps=False)

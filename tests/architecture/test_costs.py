@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from minimind.architecture.costs import Layout, activation_bytes, bytes_sent, memory, seconds
+from minimind.architecture.costs import BYTES, Layout, activation_bytes, bytes_sent, memory, seconds
 from minimind.architecture.plan import Machine, alternatives, layout_of, plan, shape_of
 from minimind.architecture.shape import Shape, flops_per_token
 from minimind.config.parse import PRESETS, parse_flags
@@ -23,6 +23,7 @@ from minimind.engine.compile import compute_in
 from minimind.model import kernels
 from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.distillation import DistilledLoss
 from minimind.model.dropout import row_keys
 from minimind.model.kernels import has_flex_kernel
 from minimind.model.loss import next_token_loss
@@ -411,6 +412,25 @@ def test_on_a_gpu_the_loss_takes_what_its_kernels_store(
     assert activation_bytes(shape, on_cpu) - activation_bytes(without, on_cpu) == (
         4 * 512 * shape.vocab_size * 3 * 4
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_teacher_takes_its_weights_at_any_stage_and_logits_as_torchs_tracker_has(dtype: str):
+    shape = replace(SMALL, max_seq_len=64, vocab_size=2000)
+    for stage in (None, 0, 1, 2, 3):
+        alone = Layout(stage, 2, dtype, rows=2, device="cpu", offload_optimizer=stage == 2)
+        taught = replace(alone, teacher=1000)
+        weights = [memory(shape, layout).weights for layout in (alone, taught)]
+        assert weights[1] - weights[0] == 1000 * BYTES[dtype], stage
+    student, teacher = torch.randn(2, 2, 64, 2000, dtype=getattr(torch, dtype)).unbind()
+    leaf, targets = student.requires_grad_(), torch.zeros(2, 64, dtype=torch.int64)
+    with MemTracker() as tracker:
+        logits = leaf * 1
+        DistilledLoss(teacher * 1, 0.5, 2.0)(logits, targets).sum().backward()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    held = sum(peak[kind] for kind in peak if kind in ("Activation", "Temp"))
+    without = activation_bytes(replace(shape, vocab_size=0), taught)
+    assert held == pytest.approx(activation_bytes(shape, taught) - without, rel=0.01)
 
 
 @pytest.mark.parametrize(
