@@ -15,7 +15,13 @@ from typing import Any
 
 from minimind.architecture import costs
 from minimind.architecture.costs import ASSUMED_MFU, Layout, Machine, Memory
-from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_special_tokens
+from minimind.architecture.shape import (
+    Shape,
+    flops_per_token,
+    shape_of,
+    trained_parameters,
+    with_special_tokens,
+)
 from minimind.config.deepspeed.document import offloads, read_deepspeed_json
 from minimind.config.deepspeed.keys import Facts
 from minimind.config.deepspeed.resolve import auto_values, require_none, resolve
@@ -215,6 +221,8 @@ def plan_text(
     machine = machine or Machine(world_size)
     shape, here = shape_of(run), layout_of(run, world_size, config or {}, device)
     tokens = run.rows_per_step(world_size) * run.max_seq_len
+    if run.freeze:
+        trained_parameters(run, shape.named)
     heads = "dim" if shape.q_dim == shape.dim else "n_heads x head_dim"
     flops, data_size = flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""
@@ -234,6 +242,11 @@ def plan_text(
         lines.append(
             f"time        {needed / 3600:.3g} hours for {machine.tokens:.3g} tokens on"
             f" {world_size} x {machine.peak_tflops:g} TFLOPS at {mfu:.0%} MFU ({source})"
+        )
+    if run.freeze:
+        lines.append(
+            f"trained     {shape.trained.parameters:,} of the parameters; activations count as if"
+            " all were"
         )
     if run.own_loss:
         lines.append(

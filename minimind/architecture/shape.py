@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from functools import cache
 
+from minimind.config.checks import given
 from minimind.config.flags import FLAGS
+from minimind.config.names import closest
 from minimind.config.origin import BY_TASK
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
@@ -38,6 +44,7 @@ class Shape:
     num_experts_per_tok: int = 2
     n_shared_experts: int = 1
     head_dim: int | None = None  # dim / n_heads
+    freeze: tuple[str, ...] | None = None  # patterns of names
     tensor: int = 1  # ranks that share each matrix of a block; parameters are those of one
 
     @property
@@ -122,6 +129,93 @@ class Shape:
         matrix = max(self.hidden_dim, self.q_dim) // self.tensor
         return self.dim * max(self.vocab_size, matrix)
 
+    @property
+    def named(self) -> dict[str, int]:
+        """Elements of each weight by its name in the model, in its order."""
+        n = self.tensor
+        widths = {"q": self.q_dim, "k": self.kv_dim, "v": self.kv_dim, "o": self.q_dim}
+        block = {"input_layernorm.weight": self.dim}
+        for name, width in widths.items():
+            block[f"self_attn.{name}_proj.weight"] = self.dim * width // n
+            if self.qkv_bias and name != "o":
+                block[f"self_attn.{name}_proj.bias"] = width
+        if self.qk_norm:
+            norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+            block |= dict.fromkeys(norms, self.head_width)
+        block["post_attention_layernorm.weight"] = self.dim
+        networks = ["mlp."]
+        if self.use_moe:
+            block["mlp.gate.weight"] = self.dim * self.n_routed_experts // n
+            networks = [f"mlp.experts.{k}." for k in range(self.n_routed_experts)]
+            networks += [f"mlp.shared_experts.{k}." for k in range(self.n_shared_experts)]
+        for network in networks:
+            for name in ("gate", "up", "down"):
+                block[f"{network}{name}_proj.weight"] = self.dim * self.hidden_dim // n
+        table = self.vocab_size * self.dim
+        found = {"model.embed_tokens.weight": table}
+        for layer in range(self.n_layers):
+            found |= {f"model.layers.{layer}.{name}": size for name, size in block.items()}
+        found["model.norm.weight"] = self.dim
+        return found if self.tie_word_embeddings else {**found, "lm_head.weight": table}
+
+    @property
+    def trained(self) -> Trained:
+        """What is trained of the weights."""
+        return _trained(self)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Sizes of the weights that are trained, as those of `Shape`."""
+
+    tables: Sizes
+    matrices: Sizes
+    vectors: Sizes
+    largest: int
+
+    @property
+    def parameters(self) -> int:
+        return elements([*self.tables, *self.matrices, *self.vectors])
+
+
+@cache
+def _trained(shape: Shape) -> Trained:
+    if not shape.freeze:
+        return Trained(shape.tables, shape.matrices, shape.vectors, shape.largest)
+    kinds: tuple[Sizes, Sizes, Sizes] = [], [], []
+    for name, size in shape.named.items():
+        if not is_frozen(name, shape.freeze):
+            is_table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+            is_vector = "norm" in name or name.endswith("bias")
+            kinds[0 if is_table else 2 if is_vector else 1].append((size, 1))
+    return Trained(*kinds, max(size for kind in kinds for size, _ in kind))
+
+
+def is_frozen(name: str, patterns: Iterable[str] | None) -> bool:
+    """Whether the patterns of --freeze have a parameter of this name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns or ())
+
+
+def trained_parameters(run: RunConfig, sizes: Mapping[str, int]) -> int:
+    """Number of the elements that --freeze leaves to be trained, of weights by name.
+
+    Raise UsageError for a pattern without any, and if none is left.
+    """
+    this = given(run, "freeze")
+    for pattern in run.freeze or ():
+        if not any(fnmatchcase(name, pattern) for name in sizes):
+            names = dict.fromkeys(re.sub(r"\d+", "N", name) for name in sizes)
+            found = closest(pattern.strip("*"), [*sizes]) or closest(pattern.strip("*."), [*names])
+            near = f"did you mean {found}?" if found else f"they are {', '.join(names)}"
+            raise UsageError(
+                f"freeze = {pattern} ({this.source}) is the name of no parameter; {near} (N counts"
+                " from 0, and a tied head is the embedding)"
+            )
+    trained = sum(size for name, size in sizes.items() if not is_frozen(name, run.freeze))
+    if not trained:
+        raise UsageError(f"{this} leaves no parameter to train; {this.drop}, or freeze fewer")
+    return trained
+
 
 def shape_of(run: RunConfig) -> Shape:
     """Return the shape described by the flags."""
@@ -166,7 +260,32 @@ def flops_per_token(shape: Shape) -> int:
 
     As in PaLM, appendix B (Chowdhery et al. 2022), and Kaplan et al. (2020): M counts the weights
     that multiply a token (with the head; without embedding, norms and experts not visited), and
-    attention counts all T positions, although a causal kernel computes half of them.
+    attention counts all T positions, although a causal kernel computes half of them. Less what
+    --freeze spares (`_spared`).
     """
     matrices = shape.n_layers * shape.active + shape.vocab_size * shape.dim
-    return 6 * matrices + 12 * shape.n_layers * shape.q_dim * shape.max_seq_len
+    attention = 12 * shape.n_layers * shape.q_dim * shape.max_seq_len
+    return 6 * matrices + attention - (_spared(shape) if shape.freeze else 0)
+
+
+@cache
+def _spared(shape: Shape) -> int:
+    """FLOPs of a token that are not computed: the gradients of frozen matrices, 2 for a weight.
+
+    Below the lowest block with a trained weight neither are those of inputs, 2 for a weight and 8
+    q_dim T; within that block they count as computed.
+    """
+    frozen = {name: size for name, size in shape.named.items() if is_frozen(name, shape.freeze)}
+    trained = [name for name in shape.named if name not in frozen]
+    blocks = [int(name.split(".")[2]) for name in trained if ".layers." in name]
+    below = min(blocks, default=shape.n_layers)
+    if "model.embed_tokens.weight" in trained:
+        below = 0
+    head = "model.embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"
+    visited = shape.num_experts_per_tok / shape.n_routed_experts
+    weights = sum(
+        size * (visited if ".experts." in name else 1)
+        for name, size in frozen.items()
+        if name == head or name.endswith(("proj.weight", "gate.weight"))
+    )
+    return 2 * round(weights) + below * (2 * shape.active + 8 * shape.q_dim * shape.max_seq_len)

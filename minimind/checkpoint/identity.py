@@ -56,6 +56,7 @@ def identity(
             **({} if run.ema is None else {"ema": run.ema}),
             **({"dropout": run.dropout} if run.dropout else {}),
             **({} if run.mup_base_dim is None else {"mup_base_dim": run.mup_base_dim}),
+            **({"freeze": _frozen(engine)} if run.freeze else {}),
         },
         "data": {
             "sha256": prepared.manifest["fingerprint"],
@@ -70,6 +71,12 @@ def identity(
     for group, values in order.stages_json().items():
         groups[group] |= values
     return masked_values(groups)
+
+
+def _frozen(engine: Engine) -> str:
+    """`3 parameters (1f2e3d4c)`: the number of those that are not trained, and a digest of them."""
+    names = sorted(n for n, p in engine.model.named_parameters() if not p.requires_grad)
+    return f"{len(names)} parameters ({sha256(json.dumps(names).encode()).hexdigest()[:8]})"
 
 
 def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:
