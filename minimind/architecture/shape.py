@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import chain
 
-from minimind.config.checks import given
 from minimind.config.flags import FLAGS
 from minimind.config.names import closest
 from minimind.config.origin import BY_TASK
@@ -201,20 +201,31 @@ def trained_parameters(run: RunConfig, sizes: Mapping[str, int]) -> int:
 
     Raise UsageError for a pattern without any, and if none is left.
     """
-    this = given(run, "freeze")
+    where = run.sources["freeze"]
     for pattern in run.freeze or ():
         if not any(fnmatchcase(name, pattern) for name in sizes):
-            names = dict.fromkeys(re.sub(r"\d+", "N", name) for name in sizes)
-            found = closest(pattern.strip("*"), [*sizes]) or closest(pattern.strip("*."), [*names])
-            near = f"did you mean {found}?" if found else f"they are {', '.join(names)}"
             raise UsageError(
-                f"freeze = {pattern} ({this.source}) is the name of no parameter; {near} (N counts"
-                " from 0, and a tied head is the embedding)"
+                f"freeze = {pattern} ({where}) is the name of no parameter; {_near(pattern, sizes)}"
             )
     trained = sum(size for name, size in sizes.items() if not is_frozen(name, run.freeze))
     if not trained:
-        raise UsageError(f"{this} leaves no parameter to train; {this.drop}, or freeze fewer")
+        patterns = " ".join(run.freeze or ())
+        raise UsageError(f"freeze = {patterns} ({where}) leaves nothing to train; drop a pattern")
     return trained
+
+
+def _near(pattern: str, names: Mapping[str, int]) -> str:
+    """Suggest a pattern that has parameters for one without; else list all names."""
+    for wider in (f"*{pattern}", f"{pattern}*", f"*{pattern}*"):
+        if any(fnmatchcase(name, wider) for name in names):
+            return f"did you mean {wider}?"
+    stem = pattern.strip("*.")
+    parts = [name.split(".") for name in names]
+    known = {".".join(one[: stem.count(".") + 1]) for one in parts} | {*chain(*parts)}
+    if found := closest(stem, sorted(known)):
+        return f"did you mean {pattern.replace(stem, found)}?"
+    every = dict.fromkeys(re.sub(r"\d+", "N", name) for name in names)
+    return f"they are {', '.join(every)} (N counts from 0, and a tied head is the embedding)"
 
 
 def shape_of(run: RunConfig) -> Shape:
