@@ -96,6 +96,8 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     if text and not run.is_explicit("vocab_size"):
         run = run.with_values(Origin("the text", Rank.DATA), vocab_size=text["vocab_size"])
     run, vocabulary = with_special_tokens(run)
+    if run.freeze:
+        trained_parameters(run, shape_of(run).named)
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cuda" if run.device == "auto" else run.device
     if device in ALONE:
@@ -221,8 +223,6 @@ def plan_text(
     machine = machine or Machine(world_size)
     shape, here = shape_of(run), layout_of(run, world_size, config or {}, device)
     tokens = run.rows_per_step(world_size) * run.max_seq_len
-    if run.freeze:
-        trained_parameters(run, shape.named)
     heads = "dim" if shape.q_dim == shape.dim else "n_heads x head_dim"
     flops, data_size = flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""

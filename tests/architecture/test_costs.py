@@ -299,6 +299,8 @@ def test_flops_of_a_token_by_hand():
     experts = replace(SMALL, use_moe=True, n_routed_experts=8)  # of which a token visits 2, and 1
     visited = block + 2 * 3 * 64 * 192 + 8 * 64
     assert flops_per_token(experts) == 6 * (2 * visited + 64 * 600) + 12 * 2 * 64 * 32
+    frozen = replace(experts, freeze=("*.experts.*",))  # of which 2 x 2 are visited
+    assert flops_per_token(experts) - flops_per_token(frozen) == 2 * 4 * 3 * 64 * 192
     assert flops_per_token(SHAPES["0.4b"]) == pytest.approx(2569e6, rel=1e-3)
 
 
@@ -335,9 +337,8 @@ def test_flops_and_sizes_without_frozen_parameters(patterns: list[str], tied: bo
     assert frozen.parameters == shape.parameters
     assert frozen.trained.parameters == sum(p.numel() for p in trained.values())
     assert frozen.trained.largest == max(p.numel() for p in trained.values())
-    assert elements(frozen.trained.vectors) == sum(
-        p.numel() for p in trained.values() if p.ndim < 2
-    )
+    vectors = [p.numel() for p in trained.values() if p.ndim < 2]
+    assert elements(frozen.trained.vectors) == sum(vectors)
 
 
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])

@@ -66,7 +66,7 @@ def weights_of(place: Path) -> Tensors:
 
 
 def plain_loop(folder: Path, frozen: set[str], steps: int) -> tuple[list[float], Tensors]:
-    """Losses and weights of torch's AdamW on the trained weights alone, without the project's loop."""
+    """Losses and weights of torch's AdamW on the trained weights alone, in a loop of its own."""
     weights = load_weights_from(folder / "start")
     model = MiniMindForCausalLM(weights.config)
     weights.fill(model)
