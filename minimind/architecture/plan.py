@@ -245,8 +245,8 @@ def plan_text(
         )
     if run.freeze:
         lines.append(
-            f"trained     {shape.trained.parameters:,} of the parameters; activations count as if"
-            " all were"
+            f"trained     {shape.trained.parameters:,} of the parameters: FLOPs, optimizer and"
+            " gradients are theirs, activations count as if all were"
         )
     if run.own_loss:
         lines.append(
