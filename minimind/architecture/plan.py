@@ -226,6 +226,7 @@ def plan_text(
     heads = "dim" if shape.q_dim == shape.dim else "n_heads x head_dim"
     flops, data_size = flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""
+    spared = ", less what is frozen" if run.freeze else ""
     padding = run.padded_rows(world_size) - run.rows_per_step(world_size)
     more = f", and {padding * run.max_seq_len:,} of padding" if padding else ""
     lines = [
@@ -234,7 +235,7 @@ def plan_text(
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
         f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens{more}",
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x {heads}"
-        f" x T), {flops * tokens / 1e12:.3g} T per step",
+        f" x T{spared}), {flops * tokens / 1e12:.3g} T per step",
     ]
     if machine.tokens and machine.peak_tflops:
         mfu, source = machine.mfu or ASSUMED_MFU, "given" if machine.mfu else "assumed: --mfu"
@@ -245,8 +246,8 @@ def plan_text(
         )
     if run.freeze:
         lines.append(
-            f"trained     {shape.trained.parameters:,} of the parameters: FLOPs, optimizer and"
-            " gradients are theirs, activations count as if all were"
+            f"trained     {shape.trained.parameters:,} of the parameters; activations count as if"
+            " all were"
         )
     if run.own_loss:
         lines.append(
