@@ -146,11 +146,16 @@ def run(race: Race, given: argparse.Namespace, folder: Path) -> None:
         return race.at(read, self, step)
 
     def with_or_without(
-        self: Engine, micro_batches: Any, lr: float, clock: Any, norm_limit: float = math.inf
+        self: Engine,
+        micro_batches: Any,
+        lr: float,
+        clock: Any,
+        norm_limit: float = math.inf,
+        first: int = 0,
     ) -> Any:
         race.engine = self
         used: Any = NoClock(clock) if race.kind == "neither" else clock
-        return engine_step(self, micro_batches, lr, used, norm_limit)
+        return engine_step(self, micro_batches, lr, used, norm_limit, first)
 
     def guarding(name: str) -> Any:
         true = vars(SpikeGuard)[name]

@@ -28,6 +28,7 @@ from tests.conftest import ROOT, sentences
 # What a wheel is built from.
 SOURCES = ("minimind", "configs", "pyproject.toml", "README.md", "LICENSE")
 PRODUCT_EXTRAS = (
+    "bitsandbytes",
     "data",
     "eval",
     "trackers",

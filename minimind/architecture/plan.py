@@ -374,11 +374,12 @@ def recommend(shape: Shape, current: Layout, memory: int, is_plain: bool = False
 def rows_that_fit(shape: Shape, layout: Layout, memory: int) -> int:
     """Rows of the largest micro-batch that fits, also of several in a step; at least 1."""
     tried = replace(layout, accumulation_steps=2)  # whose gradients take no less than those of one
-
-    def is_too_large(rows: int) -> bool:
-        return not fits(costs.memory(shape, replace(tried, rows=rows)), memory)
-
-    return max(1, bisect_left(range(1, MOST_ROWS), True, key=is_too_large))
+    rows = bisect_left(
+        range(1, MOST_ROWS),
+        True,
+        key=lambda rows: not fits(costs.memory(shape, replace(tried, rows=rows)), memory),
+    )
+    return max(1, rows)
 
 
 def largest_step(shape: Shape, layout: Layout, memory: int) -> Layout | None:

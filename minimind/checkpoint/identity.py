@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from minimind import __version__
+from minimind.config.loss_weights import loss_weights
 from minimind.config.run_config import PROJECT, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
@@ -93,8 +94,6 @@ def _loss_weights(run: RunConfig, prepared: Prepared) -> dict[str, list[float]]:
     """Weights of the targets of each source, if they differ."""
     if not run.loss_weight:
         return {}
-    from minimind.config.loss_weights import loss_weights
-
     names = [source["name"] for source in prepared.manifest["sources"]]
     return {"loss_weights": [*(loss_weights(run.loss_weight, names) or ())]}
 

@@ -104,8 +104,8 @@ class Sweep(Command):
 class Tune(OfRunFlags):
     """Measure which settings train a run fastest on this machine.
 
-    What is trained stays the same. The flags of train_pretrain.py follow a --. The processes are
-    those of `minimind launch`. After a kill, the same command goes on with the time that is left.
+    Only speed and memory change. The flags of train_pretrain.py follow a --. The processes are
+    those of `minimind launch`. Given again after a kill, it resumes with the remaining time.
     """
 
     example = "minimind tune --minutes 30 -- --model tiny --data_path my_text.jsonl"

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from minimind.config.optimizers import ADAM, OPTIMIZERS
 
-# On CPUs its import misses a package, for products of 4-bit weights.
+# On CPUs its import warns of a package for 4-bit weights, unless its logger is quiet before.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytes  # noqa: E402
+from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytes  # noqa: E402 (after the logger)
 
 BLOCK = OPTIMIZERS["adamw_8bit"].blocks
 TABLES = "dynamic", "udynamic"  # bitsandbytes' names of those of both moments

@@ -204,7 +204,8 @@ def start(
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     if signals.reason:
         raise SystemExit(PREEMPTED)
-    log, known = place / "launcher.log", size_of(metrics := Path(run.out_dir) / "metrics.jsonl")
+    log, metrics = place / "launcher.log", Path(run.out_dir) / "metrics.jsonl"
+    known = disk.stat(metrics).st_size if disk.exists(metrics) else 0
     command = [python, str(HERE / "accelerate_launch.py"), "--config_file", f"{place}/launch.yaml"]
     command += ["--deepspeed_multinode_launcher", "standard", "--log_dir", f"{place}/torchelastic"]
     code = signals.run([*command, *_worker(script), *words], log)
@@ -237,11 +238,6 @@ def start(
     return status, launched, halved_rows(metrics, known) if is_full else None
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if it is missing."""
-    return disk.stat(path).st_size if disk.exists(path) else 0
-
-
 def halved_rows(metrics: Path, known: int) -> int | None:
     """The rows of a micro-batch that a rank has recorded as halved, None if none has.
 
@@ -260,7 +256,7 @@ def halved_rows(metrics: Path, known: int) -> int | None:
 
 
 def flags_to_resume(place: Path) -> list[str]:
-    """The flags with which the run of a launch goes on from what it has saved, as if by itself."""
+    """The flags that resume the run of a launch from its newest checkpoint; none without one."""
     from minimind.checkpoint.directory import published_checkpoints
 
     layout = read_layout(place)  # None before the start of the run

@@ -154,9 +154,7 @@ def replicated_checksums(engine: Engine) -> dict[str, int]:
     state = engine.state()
     for f in state.fragments:
         if f.is_replicated:
-            tensors |= {
-                f"{kind}|{f.name}": f.view(tensor) for kind, tensor in state.tensors_of(f).items()
-            }
+            tensors |= {f"{kind}|{f.name}": values for kind, values in state.tensors_of(f).items()}
     return checksums(tensors.items())
 
 

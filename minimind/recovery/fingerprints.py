@@ -232,7 +232,7 @@ class Fingerprints:
         own, names = self._recorder.end(), [*state.shapes(engine.model)]
         kinds = dict.fromkeys(kind for name in names for kind in state.kinds_of(name))
         places = dict.fromkeys(map(place_of, names))
-        # Of ranks with the same rows only the first has activations, and every rank the same keys.
+        # Every rank sums the same keys. Only the first of those with equal rows has activations.
         taken = [key for key in own if key[0] == ACTIVATION]  # in the order of the forward pass
         keys: list[Key] = [(ACTIVATION, name) for name in self._recorder.watched]
         keys += [(ROWS, place) for place in TOKENS.values()]

@@ -75,7 +75,7 @@ class Given:
         path = self.numbers.get("deepspeed_config", NONE)
         path = str(DEFAULT_DEEPSPEED_CONFIG) if path == NONE else path
         self.document, self.is_own = read_deepspeed_json(path), not is_shipped(path)
-        # Of a step, as --batch_size counts them.
+        # Rows of a step on the processes that --batch_size is for.
         self.rows = self.value("batch_size") * self.facts["accumulation_steps"]
 
     def value(self, name: str) -> Any:
@@ -164,7 +164,7 @@ class Given:
 
 @dataclass(eq=False)
 class Candidate:
-    """Changed settings, and what their trials told."""
+    """Changed settings, and the measurements of their trials."""
 
     changes: Changes
     speeds: list[float] = field(default_factory=list)  # tokens/s: of the search, of the repeats
@@ -179,7 +179,7 @@ class Candidate:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the launcher's environment."""
+        """Environment variables of the launcher."""
         threads = self.changes.get("threads")
         return {"OMP_NUM_THREADS": str(threads)} if threads else {}
 
@@ -264,7 +264,7 @@ class Search:
         shutil.rmtree(run.run_dir / "checkpoints", ignore_errors=True)
         one.seconds = one.seconds or result.seconds
         if result.state != "done":
-            # Else the time of all trials ended in a repeat.
+            # A repeat that the end of all time cut off is no fault of the candidate.
             one.fault = result.reason if not turn or self.remaining > 0 else ""
             return
         run.read()
@@ -279,9 +279,13 @@ class Search:
                 return
 
     def chosen(self) -> Candidate:
-        """The fastest candidate; the run as given, unless all of its own trials were slower."""
+        """The fastest candidate; the run as given, unless all of its own trials were slower.
+
+        One trial of the run as given has no spread: each of the other's has to be faster then.
+        """
         best = max(self.able, key=lambda one: (len(one.speeds) > 1, one.speed))
-        return best if self.first.fault or best.speed > max(self.first.speeds) else self.first
+        speed = best.speed if len(self.first.speeds) > 1 else min(best.speeds)
+        return best if self.first.fault or speed > max(self.first.speeds) else self.first
 
     def conclude(self, argv: Sequence[str]) -> None:
         """Print the table and the command line to use; write tune.json and deepspeed.json."""
@@ -332,7 +336,7 @@ def trial_flags(run: RunConfig) -> dict[str, Any]:
 
 
 def end_of(status: int, progress: Progress, last_line: Callable[[], str]) -> dict[str, Any] | None:
-    """The fields of a Result; None for an end that says nothing of the flags.
+    """The fields of a Result; None if the end does not depend on the flags.
 
     A crash may be for lack of memory.
     """

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from minimind.config.flags import EVAL_ERROR, EVAL_TIME, FIRST_EVAL_ROWS, VAL_LOSS
+from minimind.config.loss_weights import loss_weights
 from minimind.config.run_config import RunConfig
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.batches import held_out_rows
@@ -121,11 +122,7 @@ def held_out_of(run: RunConfig, prepared: Prepared, order: Order, steps: int) ->
     rows = held_out_rows(prepared.val, number, row_tokens, weights)
     names = tuple(source["name"] for source in prepared.manifest["sources"])
     sizes = prepared.bytes_per_id("val")
-    of_loss = None
-    if run.loss_weight:
-        from minimind.config.loss_weights import loss_weights
-
-        of_loss = loss_weights(run.loss_weight, names)
+    of_loss = loss_weights(run.loss_weight or (), names)
     return HeldOutRows(prepared.val, rows, row_tokens, sizes, names, weights, reads, of_loss)
 
 

@@ -62,10 +62,7 @@ def _main(argv: Sequence[str], hooks: Mapping[str, Hook] | None) -> int:
                 from minimind.train.pretrain import pretrain  # torch: after the flags are read
 
             with naming_flags(values):
-                status = ending.done(pretrain(run, progress, hooks))
-            if progress.lock:  # a script goes on
-                progress.lock.close()
-            return status
+                return ending.done(pretrain(run, progress, hooks))
     except Exception as error:  # the one place that turns an error into a message and a status
         return ending.report(error)
     finally:  # the caller may start another run

@@ -108,8 +108,8 @@ def spoil(engine: Engine, what: str, choose: random.Random) -> Callable[[], None
         return flip(choose.choice(weights), choose)
     held = engine.state()
     f = choose.choice([f for f in held.fragments if f.length])
-    kinds = held.tensors_of(f) if f.is_replicated else {"fp32": f.owner}
-    return flip(f.view(choose.choice(list(kinds.values()))), choose)
+    kinds = held.tensors_of(f) if f.is_replicated else {"fp32": f.view(f.owner)}
+    return flip(choose.choice(list(kinds.values())), choose)
 
 
 def course(words: str, flips: int, clean: int) -> dict[str, Any]:

@@ -879,7 +879,7 @@ def test_a_config_file_that_cannot_be_is_one_line_and_2(script, tmp_path: Path):
 
 MISTAKES = {
     "--lerning_rate 1": "2 unknown flag --lerning_rate; did you mean --learning_rate?",
-    "--learning_rate fast": "2 learning_rate = 'fast' (--learning_rate) is not a finite number;",
+    "--learning_rate fast": "2 learning_rate = 'fast' (--learning_rate) is not a finite number",
     "--data_path gone.txt": "3 gone.txt: there is no such file or directory",
     "--model tinny": "2 --model tinny: no such preset or file; did you mean tiny?",
     "--config gone.yaml": "2 --config gone.yaml: no such recipe or file;",

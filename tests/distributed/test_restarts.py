@@ -24,6 +24,7 @@ from minimind.config.deepspeed.resolve import resolve
 from minimind.config.launcher_env import Launch
 from minimind.config.origin import DEFAULT
 from minimind.config.parse import parse_flags
+from minimind.config.run_config import RunConfig
 from minimind.errors import PeerError, Stopped
 from minimind.launch import restart
 from minimind.launch.restart import (
@@ -106,6 +107,19 @@ def test_stages_with_a_batch_over_all_processes_go_on_in_larger_micro_batches(
         choose(replace(layout, group_size=2), hosts_of(1), 4)
 
 
+def recorded(run: RunConfig, place: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    """What one of two workers records of its run."""
+    resolved: Any = SimpleNamespace(sources={}, path="ds.json")
+    engine: Any = SimpleNamespace(
+        rank=0, world_size=2, resolved=resolved, from_rank_0=lambda value: value
+    )
+    monkeypatch.setenv("MINIMIND_STATUS_FILE", str(place / "status"))
+    record_for_restart(cast(Any, SimpleNamespace(run=run)), engine)
+    layout = read_layout(place)
+    assert layout
+    return layout
+
+
 @pytest.mark.parametrize(
     ("stages", "flags", "unit"),
     [
@@ -121,15 +135,7 @@ def test_a_worker_records_what_divides_the_batches_of_stages(
     path = tmp_path / "stages.yaml"
     path.write_text(f"stages: [{stages}]\n")
     run = parse_flags([*flags.split(), "--stages", str(path), "--max_steps", "8"])
-    resolved: Any = SimpleNamespace(sources={}, path="ds.json")
-    engine: Any = SimpleNamespace(
-        rank=0, world_size=2, resolved=resolved, from_rank_0=lambda value: value
-    )
-    monkeypatch.setenv("MINIMIND_STATUS_FILE", str(tmp_path / "status"))
-    record_for_restart(cast(Any, SimpleNamespace(run=run)), engine)
-    layout = read_layout(tmp_path)
-    assert layout
-    assert layout.split_unit == unit
+    assert recorded(run, tmp_path, monkeypatch).split_unit == unit
 
 
 @pytest.mark.parametrize(
@@ -189,15 +195,7 @@ def test_a_worker_records_the_rows_that_padding_could_fill(
 ):
     run = parse_flags(["--batch_size", "8", *flags.split()])
     run = run if "global" in flags else run.with_values(DEFAULT, accumulation_steps=2)
-    resolved: Any = SimpleNamespace(sources={}, path="ds.json")
-    engine: Any = SimpleNamespace(
-        rank=0, world_size=2, resolved=resolved, from_rank_0=lambda value: value
-    )
-    monkeypatch.setenv("MINIMIND_STATUS_FILE", str(tmp_path / "status"))
-    record_for_restart(cast(Any, SimpleNamespace(run=run)), engine)
-    layout = read_layout(tmp_path)
-    assert layout
-    assert layout.paddable_rows == rows
+    assert recorded(run, tmp_path, monkeypatch).paddable_rows == rows
 
 
 def test_without_a_step_only_the_same_processes_go_on():

@@ -295,6 +295,15 @@ def test_one_within_the_spread_of_the_given_settings_does_not_replace_them(tmp_p
     assert search.chosen().name == "zero 1"
 
 
+def test_without_a_repeat_of_the_given_settings_each_trial_has_to_be_faster(tmp_path: Path):
+    search, _ = tuned(tmp_path, made(), {"zero": [1, 2]})
+    first, other = search.first, search.candidates["zero 1"]
+    first.speeds = [10_000.0]
+    for speeds, best in ([11_000.0, 10_500.0], other), ([9_000.0, 12_000.0], first):
+        other.speeds = speeds
+        assert search.chosen() is best
+
+
 @pytest.mark.parametrize("at", [0, 1, 12])
 @pytest.mark.parametrize("how", ["kill_at", "stop_at"])
 def test_a_command_that_ended_goes_on_and_measures_nothing_twice(tmp_path: Path, at: int, how: str):
