@@ -8,9 +8,10 @@ DeepSpeed 0.19.8 does, and its source where it differs; tests measure both on tw
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from minimind.architecture.shape import Shape, Sizes, elements, flops_per_token
+from minimind.architecture.shape import Shape, flops_per_token
 from minimind.config.flags import MIXED
 from minimind.config.optimizers import OPTIMIZERS, STACKS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
@@ -137,10 +138,10 @@ def _parts(shape: Shape, layout: Layout) -> tuple[int, int]:
         muon, others = trained.matrices, trained.tables
     n = layout.shards
 
-    def part(sizes: Sizes) -> int:
+    def part(sizes: Iterable[int]) -> int:
         if layout.stage == 3:
-            return sum(count * -(-size // n) for size, count in sizes)
-        return 2 * -(-elements(sizes) // (2 * n)) if layout.stage else elements(sizes)
+            return sum(-(-size // n) for size in sizes)
+        return 2 * -(-sum(sizes) // (2 * n)) if layout.stage else sum(sizes)
 
     return part(muon), part(others) + part(trained.vectors)
 
@@ -169,7 +170,7 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
         copies = row.copies + is_on_cpu * row.copies_on_cpu
         return copies * FP32 * (part if layout.stage else shape.trained.largest)
     b, matrix = layout.iteration, shape.dim * max(shape.q_dim, shape.hidden_dim)
-    matrices = elements(shape.trained.matrices)
+    matrices = sum(shape.trained.matrices)
     stack = max(matrix, min(STACKS.get(layout.device, 0), matrices))
     iterated = (FP32 + 2 * b) * stack
     if not layout.stage:
@@ -359,9 +360,8 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     if layout.stage in (None, 0):
         passes = 2 * p
     elif layout.stage == 3:
-        weights = [*shape.tables, *shape.matrices, *shape.vectors]
-        small = [weight for weight in weights if weight[0] <= layout.param_persistence_threshold]
-        kept = sum(count * n * -(-size // n) for size, count in small)
+        threshold = layout.param_persistence_threshold
+        kept = sum(n * -(-size // n) for size in shape.named.values() if size <= threshold)
         frozen = shape.parameters - p
         passes = micro_batches * (2 * padded + frozen - kept) + kept
     else:

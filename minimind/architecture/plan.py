@@ -96,8 +96,6 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     if text and not run.is_explicit("vocab_size"):
         run = run.with_values(Origin("the text", Rank.DATA), vocab_size=text["vocab_size"])
     run, vocabulary = with_special_tokens(run)
-    if run.freeze:
-        trained_parameters(run, shape_of(run).named)
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cuda" if run.device == "auto" else run.device
     if device in ALONE:
@@ -246,8 +244,8 @@ def plan_text(
         )
     if run.freeze:
         lines.append(
-            f"trained     {shape.trained.parameters:,} of the parameters; activations count as if"
-            " all were"
+            f"trained     {trained_parameters(run, shape.named):,} of the parameters; activations"
+            " count as if all were"
         )
     if run.own_loss:
         lines.append(
