@@ -163,13 +163,11 @@ def trained_parameters(run: RunConfig, sizes: Mapping[str, int]) -> int:
     for pattern in run.freeze or ():
         if not any(is_frozen(name, [pattern]) for name in sizes):
             wider = (f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")
-            near = [one for one in wider if any(is_frozen(name, [one]) for name in sizes)]
             every = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in sizes))
             known = f"they are {every} (N counts from 0, and a tied head is the embedding)"
-            raise UsageError(
-                f"freeze = {pattern} ({where}) is the name of no parameter;"
-                f" {f'did you mean {near[0]}?' if near else known}"
-            )
+            near = [one for one in wider if any(is_frozen(name, [one]) for name in sizes)]
+            hint = f"did you mean '{near[0]}'?" if near else known
+            raise UsageError(f"freeze = {pattern} ({where}) is the name of no parameter; {hint}")
     trained = sum(size for name, size in sizes.items() if not is_frozen(name, run.freeze))
     if not trained:
         patterns = " ".join(run.freeze or ())

@@ -59,12 +59,12 @@ def identity(
             **({} if run.ema is None else {"ema": run.ema}),
             **({"dropout": run.dropout} if run.dropout else {}),
             **({} if run.mup_base_dim is None else {"mup_base_dim": run.mup_base_dim}),
-            **({"freeze": _brief(len(frozen), frozen)} if run.freeze else {}),
+            **({"freeze": _brief(f"{len(frozen)} parameters", frozen)} if run.freeze else {}),
         },
         "data": {
             "sha256": prepared.manifest["fingerprint"],
             "weights": order.mixture and list(order.mixture.weights),
-            **({"rows_left_out": _brief(count_rows(left_out), left_out)} if left_out else {}),
+            **({"rows_left_out": _brief(str(count_rows(left_out)), left_out)} if left_out else {}),
         },
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint, **_template(run, prepared)},
         "model": model | _own_loss(run),
@@ -103,8 +103,8 @@ def _own_loss(run: RunConfig) -> dict[str, str]:
     return {"loss": f"{run.own_loss} ({OwnLoss.imported(run.own_loss).digest()[:8]})"}
 
 
-def _brief(count: int, these: Any) -> str:
-    """`3 (1f2e3d4c)`: the number of rows left out or of frozen parameters, and their digest."""
+def _brief(count: str, these: Any) -> str:
+    """`3 (1f2e3d4c)`: a number of things, and a digest of them."""
     return f"{count} ({sha256(json.dumps(these).encode()).hexdigest()[:8]})"
 
 
