@@ -236,7 +236,7 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
         buffers_of_model = dict(engine.model.named_buffers())
         buffers = read_buffers(path / BUFFERS, buffers_of_model)
         shards = ShardFiles(path, manifest["world_size"], slices)
-        has_frozen = "freeze" in manifest["identity"]["lr"]
+        has_frozen = "freeze" in manifest["identity"].get("lr", {})
         state.fill(_reader(shards, state, has_frozen), saved["optimizer_step"])
         for name, value in buffers.items():
             buffers_of_model[name].copy_(value)
