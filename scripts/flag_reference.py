@@ -112,6 +112,8 @@ def _field_row(name: str, spec: Flag) -> Row:
         value = _choices(spec.choices) + f", {CODE}" * spec.takes_code
     if spec.repeats:
         value = f"{spec.repeats}, repeated"
+    if spec.metavar:
+        value = f"{spec.metavar}, several"
     default = _default(spec.unset if spec.default is None else spec.default)
     default = f"`auto`, {spec.rule}" if spec.rule else default
     return _codes([f"--{name}"]), value, default, _escape(spec.help)

@@ -1,7 +1,7 @@
 """Worker of test_memory.py: how many bytes of tensors each process holds in a step, and sends.
 
 Usage: torchrun ... measure_memory.py OUT.json STAGE,DTYPE,ACCUMULATION,OPTIMIZER ...
-(STAGE None: DDP)
+(STAGE None: DDP; OPTIMIZER may be followed by further flags)
 Engines are built one after another. In the last of three steps (moments exist from the second on)
 every live tensor is looked at whenever a gradient is made, a collective called, an update begun.
 Storages count once. Left out are integers (the batch), complex numbers (pos_cis) and what has a
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState  # noqa: TID251 (a fresh one for every engine)
 
+from minimind.architecture.shape import is_frozen
 from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.flags import SHAPE
@@ -151,15 +152,18 @@ def measure(
     run = parse_flags(f"{words} --accumulation_steps {accumulation} --optimizer {kind}".split())
     written = read_deepspeed_json(str(DEFAULT_DEEPSPEED_CONFIG))
     written["zero_optimization"]["stage"] = stage or 0
-    if kind != "adamw":
+    if run.optimizer != "adamw":
         del written["optimizer"]
     resolved = resolve(written, "measured.json", run, int(os.environ["WORLD_SIZE"]), "cpu")
     zero = resolved.config["zero_optimization"]
     resolved = ResolvedConfig(run, "ddp") if stage is None else resolved
     shape = {name: getattr(run, name) for name in SHAPE if name != "rope_theta"}
     model = MiniMindForCausalLM(MiniMindConfig(**shape))
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(watch.look)
+    for name, parameter in model.named_parameters():
+        if is_frozen(name, run.freeze):
+            parameter.requires_grad_(False)
+        else:
+            parameter.register_post_accumulate_grad_hook(watch.look)
     engine = build_engine(resolved, model, "cpu")
     deepspeed, optimizer = inner_parts(engine)
     if stage is not None:
@@ -181,6 +185,7 @@ def measure(
         "through": dict(watch.through),
         "reduce_bucket": zero["reduce_bucket_size"],
         "overlap": zero["overlap_comm"],
+        "persistence_threshold": zero["stage3_param_persistence_threshold"],
     }
 
 

@@ -8,9 +8,10 @@ DeepSpeed 0.19.8 does, and its source where it differs; tests measure both on tw
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from minimind.architecture.shape import Shape, Sizes, elements, flops_per_token
+from minimind.architecture.shape import Shape, flops_per_token
 from minimind.config.flags import MIXED
 from minimind.config.optimizers import OPTIMIZERS, STACKS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
@@ -108,7 +109,8 @@ def memory(shape: Shape, layout: Layout) -> Memory:
 
     Stages 1 and 2 keep a full low-precision copy of the weights and 1/N of the fp32 masters and
     moments; masters are a second copy in fp32 too. An update needs an fp32 copy of the gradients.
-    Offloading is derived from DeepSpeed's source, not measured. Under tensor parallelism the
+    Offloading is derived from DeepSpeed's source, not measured. Frozen weights have no optimizer
+    and no gradients, but the activations count as if all were trained. Under tensor parallelism the
     activations are those of undivided matrices, and a save may need more than an update.
     """
     if layout.tensor > 1:
@@ -118,7 +120,7 @@ def memory(shape: Shape, layout: Layout) -> Memory:
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
     needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
     needed = replace(needed, weights=needed.weights + BYTES[layout.dtype] * layout.teacher)
-    average = layout.averages * FP32 * shape.parameters // layout.shards
+    average = layout.averages * FP32 * shape.trained.parameters // layout.shards
     extra = _temporaries(shape, layout) if layout.stage != 0 else 0  # there _replicated adds it
     update = needed.update + max(0, extra)
     if layout.offload_optimizer:
@@ -127,22 +129,23 @@ def memory(shape: Shape, layout: Layout) -> Memory:
 
 
 def _parts(shape: Shape, layout: Layout) -> tuple[int, int]:
-    """Elements of one process's part of Muon's matrices and of all other weights, with padding.
+    """Elements of one process's part of Muon's matrices and of others that are trained, padded.
 
     DeepSpeed pads each group of parameters to two elements per process at stages 1 and 2, and
     divides each weight by itself at stage 3. Matrices of other optimizers are with the others.
     """
-    muon, others = [], [*shape.matrices, *shape.tables]
+    trained = shape.trained
+    muon, others = [], [*trained.matrices, *trained.tables]
     if OPTIMIZERS[layout.optimizer].orthogonalizes:
-        muon, others = shape.matrices, shape.tables
+        muon, others = trained.matrices, trained.tables
     n = layout.shards
 
-    def part(sizes: Sizes) -> int:
+    def part(sizes: Iterable[int]) -> int:
         if layout.stage == 3:
-            return sum(count * -(-size // n) for size, count in sizes)
-        return 2 * -(-elements(sizes) // (2 * n)) if layout.stage else elements(sizes)
+            return sum(-(-size // n) for size in sizes)
+        return 2 * -(-sum(sizes) // (2 * n)) if layout.stage else sum(sizes)
 
-    return part(muon), part(others) + part(shape.vectors)
+    return part(muon), part(others) + part(trained.vectors)
 
 
 def _state(shape: Shape, layout: Layout, has_masters: bool = True) -> int:
@@ -167,14 +170,15 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
     if not row.orthogonalizes:
         is_on_cpu = layout.device == "cpu" or layout.offload_optimizer
         copies = row.copies + is_on_cpu * row.copies_on_cpu
-        return copies * FP32 * (part if layout.stage else shape.largest)
+        return copies * FP32 * (part if layout.stage else shape.trained.largest)
     b, matrix = layout.iteration, shape.dim * max(shape.q_dim, shape.hidden_dim)
-    stack = max(matrix, min(STACKS.get(layout.device, 0), shape.hidden_matrices))
+    matrices = sum(shape.trained.matrices)
+    stack = max(matrix, min(STACKS.get(layout.device, 0), matrices))
     iterated = (FP32 + 2 * b) * stack
     if not layout.stage:
         return FP32 * stack + iterated
     freed = FP32 * (part - shard) + (BYTES[layout.dtype] * part if layout.stage != 3 else 0)
-    return max((FP32 + b) * shard, b * (shard + shape.hidden_matrices) + iterated) - freed
+    return max((FP32 + b) * shard, b * (shard + matrices) + iterated) - freed
 
 
 def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
@@ -182,12 +186,12 @@ def _plain(shape: Shape, layout: Layout, activations: int) -> Memory:
 
     DDP's buckets hold the gradients and are not freed before the update.
     """
-    b, p = BYTES[layout.dtype], shape.parameters
+    b, p = BYTES[layout.dtype], shape.trained.parameters
     optimizer = _state(shape, layout, has_masters=b < FP32)
     buckets = b * p if b == FP32 or layout.world_size > 1 else 0
-    making = b * shape.largest if layout.world_size > 1 else 0  # before it is in its bucket
+    making = b * shape.trained.largest if layout.world_size > 1 else 0  # before it is in its bucket
     update = buckets + (0 if b == FP32 else FP32 * p)
-    return Memory(b * p, optimizer, b * p, making, activations, update)
+    return Memory(b * shape.parameters, optimizer, b * p, making, activations, update)
 
 
 def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
@@ -195,11 +199,11 @@ def _replicated(shape: Shape, layout: Layout, activations: int) -> Memory:
 
     The all-reduce uses a flat copy. Low-precision gradients are freed as fp32 copies are made.
     """
-    b, p = BYTES[layout.dtype], shape.parameters
+    b, p = BYTES[layout.dtype], shape.trained.parameters
     optimizer = _state(shape, layout, has_masters=b < FP32)
     flat = b * min(p, FLATTENED) if layout.world_size > 1 else 0
     update = max(b * p + flat, FP32 * p + _temporaries(shape, layout))
-    return Memory(b * p, optimizer, b * p, 0, activations, update)
+    return Memory(b * shape.parameters, optimizer, b * p, 0, activations, update)
 
 
 def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
@@ -209,25 +213,26 @@ def _partitioned(shape: Shape, layout: Layout, activations: int) -> Memory:
     micro-batch, after it unless buckets are reduced as they are computed. The update makes fp32
     copies.
     """
-    b, p = BYTES[layout.dtype], shape.parameters
+    b, p, largest = BYTES[layout.dtype], shape.trained.parameters, shape.trained.largest
+    weights = b * shape.parameters
     part, state = sum(_parts(shape, layout)), _state(shape, layout)
     bucket = b * layout.reduce_bucket
     is_early = layout.stage == 2 or (layout.overlap and layout.accumulation_steps == 1)
     if layout.offload_optimizer:
         # master, moments and fp32 gradients; the new weights and the accumulated gradients
-        host = state + (FP32 + 2 * b) * part + b * shape.largest
+        host = state + (FP32 + 2 * b) * part + b * largest
         kept = 0 if is_early else b * p
-        buffers = bucket * (2 if layout.overlap else 1) + 2 * b * shape.largest
-        return Memory(b * p, 0, kept, buffers, activations, kept + buffers, host)
+        buffers = bucket * (2 if layout.overlap else 1) + 2 * b * largest
+        return Memory(weights, 0, kept, buffers, activations, kept + buffers, host)
     if layout.world_size == 1:
-        return Memory(b * p, state, b * p, 0, activations, (b + FP32) * p)
+        return Memory(weights, state, b * p, 0, activations, (b + FP32) * p)
     update = part * (b if b == FP32 else b + FP32)
     if is_early:
         # gradients of a bucket, their copy, the copy being reduced, and the next gradient
-        buffers = bucket * (3 if layout.overlap else 2) + b * shape.largest
-        return Memory(b * p, state, b * part, buffers, activations, update)
+        buffers = bucket * (3 if layout.overlap else 2) + b * largest
+        return Memory(weights, state, b * part, buffers, activations, update)
     gradients = b * (p + part * layout.overlap)
-    return Memory(b * p, state, gradients, 0, activations, max(update, b * (p + part)))
+    return Memory(weights, state, gradients, 0, activations, max(update, b * (p + part)))
 
 
 def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
@@ -240,15 +245,16 @@ def _sharded(shape: Shape, layout: Layout, activations: int) -> Memory:
     part = sum(_parts(shape, layout))
     bucket = b * layout.reduce_bucket
     # gathered weights, bucket, its flat copy for the reduce-scatter, the gradient being computed
-    buffers = b * min(p, layout.max_live_parameters) + 2 * bucket + b * shape.largest
-    shard, host = b * part, 0
+    buffers = b * min(p, layout.max_live_parameters) + 2 * bucket + b * shape.trained.largest
+    frozen = -(-(p - shape.trained.parameters) // layout.shards)
+    shard, host = b * (part + frozen), 0
     state, gradients = _state(shape, layout), b * part
     update = bucket + (b + FP32) * part
     if layout.offload_optimizer:
         host = state + (FP32 + b) * part
         state, gradients, update = 0, 0, bucket
     if layout.offload_param:
-        shard, host = 0, host + b * part
+        shard, host = 0, host + shard
     return Memory(shard, state, gradients, buffers, activations, update, host)
 
 
@@ -353,16 +359,16 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     if layout.tensor > 1:
         return bytes_sent(*own_part(shape, layout)) + reduced_bytes(shape, layout)
     n, exchanged = layout.world_size, exchanged_bytes(shape, layout)
-    b, p, micro_batches = BYTES[layout.dtype], shape.parameters, layout.accumulation_steps
+    b, p, micro_batches = BYTES[layout.dtype], shape.trained.parameters, layout.accumulation_steps
     muon, others = (layout.shards * part for part in _parts(shape, layout))
     padded = muon + others
     if layout.stage in (None, 0):
         passes = 2 * p
     elif layout.stage == 3:
-        weights = [*shape.tables, *shape.matrices, *shape.vectors]
-        small = [weight for weight in weights if weight[0] <= layout.param_persistence_threshold]
-        kept = sum(count * n * -(-size // n) for size, count in small)
-        passes = micro_batches * (2 * padded - kept) + kept
+        threshold = layout.param_persistence_threshold
+        kept = sum(n * -(-size // n) for size in shape.named.values() if size <= threshold)
+        frozen = shape.parameters - p
+        passes = micro_batches * (2 * padded + frozen - kept) + kept
     else:
         passes = 2 * p * (micro_batches if layout.stage == 2 else 1) + padded
     if OPTIMIZERS[layout.optimizer].orthogonalizes and layout.stage:

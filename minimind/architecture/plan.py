@@ -15,7 +15,13 @@ from typing import Any
 
 from minimind.architecture import costs
 from minimind.architecture.costs import ASSUMED_MFU, Layout, Machine, Memory
-from minimind.architecture.shape import Shape, flops_per_token, shape_of, with_special_tokens
+from minimind.architecture.shape import (
+    Shape,
+    flops_per_token,
+    shape_of,
+    trained_parameters,
+    with_special_tokens,
+)
 from minimind.config.deepspeed.document import offloads, read_deepspeed_json
 from minimind.config.deepspeed.keys import Facts
 from minimind.config.deepspeed.resolve import auto_values, require_none, resolve
@@ -224,6 +230,7 @@ def plan_text(
     heads = "dim" if shape.q_dim == shape.dim else "n_heads x head_dim"
     flops, data_size = flops_per_token(shape), run.parallel(world_size).data_size
     active = "active " if shape.use_moe else ""
+    spared = ", less what is frozen" if run.freeze else ""
     padding = run.padded_rows(world_size) - run.rows_per_step(world_size)
     more = f", and {padding * run.max_seq_len:,} of padding" if padding else ""
     taught = f"; of the teacher {run.teacher_weights:,}" if run.teacher else ""
@@ -233,7 +240,7 @@ def plan_text(
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
         f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens{more}",
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x {heads}"
-        f" x T), {flops * tokens / 1e12:.3g} T per step",
+        f" x T{spared}), {flops * tokens / 1e12:.3g} T per step",
     ]
     if machine.tokens and machine.peak_tflops:
         mfu, source = machine.mfu or ASSUMED_MFU, "given" if machine.mfu else "assumed: --mfu"
@@ -241,6 +248,11 @@ def plan_text(
         lines.append(
             f"time        {needed / 3600:.3g} hours for {machine.tokens:.3g} tokens on"
             f" {world_size} x {machine.peak_tflops:g} TFLOPS at {mfu:.0%} MFU ({source})"
+        )
+    if run.freeze:
+        lines.append(
+            f"trained     {trained_parameters(run, shape.named):,} of the parameters; activations"
+            " count as if all were"
         )
     if run.own_loss:
         lines.append(

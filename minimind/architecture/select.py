@@ -1,8 +1,8 @@
 """The architecture of a run: our decoder, or a transformers model given by a config.json.
 
-Both classes have config, build, identity, parameters, flops_per_token, vocabulary, costs and
-start_summary_line. The scaling of rotary positions follows from --rope_scaling and the model that
-the run starts from.
+Both classes have config, build, identity, parameters, sizes, flops_per_token, vocabulary, costs
+and start_summary_line. The scaling of rotary positions follows from --rope_scaling and the model
+that the run starts from.
 """
 
 from __future__ import annotations
@@ -138,6 +138,10 @@ class MiniMind:
     def parameters(self, run: RunConfig) -> int:
         return shape_of(self.with_rows(run)).parameters
 
+    def sizes(self, run: RunConfig) -> dict[str, int]:
+        """Elements of each parameter by name; a tied head has none."""
+        return shape_of(self.with_rows(run)).named
+
     def flops_per_token(self, run: RunConfig) -> int:
         """FLOPs of one token's forward and backward pass."""
         return flops_per_token(shape_of(self.with_rows(run)))
@@ -234,7 +238,11 @@ class HuggingFace:
         return {name: self.values[name] for name in sorted({*self.values} - {*NO_SHAPE})}
 
     def parameters(self, run: RunConfig) -> int:
-        return sum(p.numel() for p in self._meta_model().parameters())
+        return sum(self.sizes(run).values())
+
+    def sizes(self, run: RunConfig) -> dict[str, int]:
+        """Elements of each parameter by name; a tied head has none."""
+        return {name: p.numel() for name, p in self._meta_model().named_parameters()}
 
     def flops_per_token(self, run: RunConfig) -> int:
         """FLOPs of one token's forward and backward pass, counted as in costs.py."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minimind.checkpoint.directory import (
@@ -235,7 +236,8 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
         buffers_of_model = dict(engine.model.named_buffers())
         buffers = read_buffers(path / BUFFERS, buffers_of_model)
         shards = ShardFiles(path, manifest["world_size"], slices)
-        state.fill(_reader(shards, state), saved["optimizer_step"])
+        has_frozen = "freeze" in manifest["identity"].get("lr", {})
+        state.fill(_reader(shards, state, has_frozen), saved["optimizer_step"])
         for name, value in buffers.items():
             buffers_of_model[name].copy_(value)
 
@@ -245,15 +247,18 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) ->
     engine.backend.restore_counters(saved["counters"])
 
 
-def _reader(shards: ShardFiles, state: ZeroState) -> Callable[[str, str, int, int], Tensor]:
+def _reader(
+    shards: ShardFiles, state: ZeroState, has_frozen: bool
+) -> Callable[[str, str, int, int], Tensor]:
     """Return `shards.read`, which raises CheckpointError for the moments of another optimizer.
 
     Without an average in the checkpoint it reads the weights, at which a new average starts.
+    `has_frozen`: a parameter without moments there was frozen, and begins with zeros.
     """
     stored = shards.kinds
 
     def read(kind: str, name: str, start: int, length: int) -> Tensor:
-        if kind == AVERAGE and AVERAGE not in stored:
+        if kind == AVERAGE and name not in stored.get(AVERAGE, ()):
             kind = MASTER
         saved = {one for one, names in stored.items() if name in names} - {MASTER, AVERAGE}
         needed = set(state.kinds_of(name))
@@ -263,6 +268,8 @@ def _reader(shards: ShardFiles, state: ZeroState) -> Callable[[str, str, int, in
                 f"{shards.directory}: has {has} of {name}, and the optimizer here needs {needs};"
                 " use the optimizer that saved it, or load only its weights (--init_from)"
             )
+        if has_frozen and kind in needed and not saved:
+            return torch.zeros(length)
         return shards.read(kind, name, start, length)
 
     return read

@@ -302,8 +302,9 @@ def _elements(state: ZeroState, engine: Engine) -> int:
     """Elements in this rank's shard once optimizer state exists."""
     slices = state.slices(engine.rank, engine.world_size)
     keys = ((key.split("|"), values) for key, values in slices)
+    moments = {f.name: len(state.kinds_of(f.name)) * (not f.is_frozen) for f in state.fragments}
     return sum(
-        values.numel() * (1 + len(state.kinds_of(name)) if kind == MASTER else 1)
+        values.numel() * (1 + moments[name] if kind == MASTER else 1)
         for (kind, name, _), values in keys
         if kind in (MASTER, AVERAGE)
     )

@@ -78,6 +78,7 @@ class Flag:
     takes_auto: bool = False  # "auto" stands for the default
     takes_epoch: bool = False  # "epoch" stands for the steps of one pass over the text
     repeats: str = ""  # placeholder of the value of a flag that may be given several times
+    metavar: str = ""  # placeholder of each of its values, where it is not of the type
     needs: str = ""  # condition without which the flag has no effect
     excludes: Mapping[str, str] = field(default_factory=dict)  # conditions, each with its reason
     takes_code: bool = False  # beside its choices also CODE, a function of the user's own
@@ -294,6 +295,9 @@ class Optimizer:
     mup_base_dim: int | None = flag(None, ge=1, built_in=True)
     """muP: the --dim at which the learning rates were tuned, with the same dim / n_heads.
     Initialization and rates are scaled by dim / mup_base_dim to suit this width"""
+    freeze: tuple[str, ...] | None = flag(None, metavar="PATTERN")
+    """parameters that are not trained, by name: patterns of the shell, such as 'model.layers.0.*'
+    or '*embed_tokens*', in quotes"""
     weight_decay: float = flag(0.1, ge=0.0, rule="chosen from the number of passes over the text")
     """weight decay of matrices (norms and biases are not decayed)"""
     dropout: float = flag(0.0, ge=0.0, lt=1.0, built_in=True)

@@ -81,7 +81,7 @@ def _metavar(flag: Flag) -> str:
     if flag.choices:
         return "{" + ",".join(flag.choices) + "}" + f"|{CODE}" * flag.takes_code
     name = {"str": "TEXT", "tuple": "PATH"}.get(flag.type, flag.type.upper())
-    return flag.repeats or name + f"|{EPOCH}" * flag.takes_epoch
+    return flag.repeats or flag.metavar or name + f"|{EPOCH}" * flag.takes_epoch
 
 
 def parse_flags(argv: Sequence[str]) -> RunConfig:
@@ -257,7 +257,7 @@ TYPES = {
     "float": "a finite number",
     "bool": "true or false",
     "str": "a non-empty string",
-    "tuple": "a list of paths",
+    "tuple": "a list of texts",
 }
 
 

@@ -18,6 +18,7 @@ from minimind.config.deepspeed.keys import IN_TORCH
 from minimind.config.optimizers import ADAM_TYPES, NEWTON_SCHULZ, OPTIMIZERS, STACKS
 from minimind.config.run_config import RunConfig
 from minimind.engine.state import Fragment, ZeroState
+from minimind.errors import UsageError
 from minimind.model.decoder import ResidualOutput
 from minimind.model.experts import MixtureOfExperts
 from minimind.runtime.collectives import lost_peers
@@ -129,9 +130,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         names = [group.pop("names") for group in muon_groups]
         self.muon_names: frozenset[str] = frozenset().union(*names)
         others = [group for group in groups if not group.get("use_muon")]
-        adamw = torch.optim.AdamW(others, fused=True, **options)
+        adamw = torch.optim.AdamW(others or [{"params": []}], fused=True, **options)
         muon = torch.optim.Muon(muon_groups)
-        super().__init__([*adamw.param_groups, *muon.param_groups], {"fused": True})
+        groups = [*adamw.param_groups, *muon.param_groups]
+        super().__init__([group for group in groups if group["params"]], {"fused": True})
         self._adamw = adamw
 
     @torch.no_grad()
@@ -416,6 +418,10 @@ def run_groups(model: nn.Module, run: RunConfig) -> Groups:
     """
     muon = run.muon
     matrices = hidden_matrices(model) if muon else {}
+    if muon and not matrices:
+        raise UsageError(
+            f"--optimizer {run.optimizer} has no matrix to train (--freeze); give adamw"
+        )
     groups = parameter_groups(model, run.weight_decay, matrices.values())
     if muon:
         group = {
@@ -433,6 +439,7 @@ def run_groups(model: nn.Module, run: RunConfig) -> Groups:
         groups.append(group)
         groups = [{**one, "is_cautious": muon["cautious_weight_decay"]} for one in groups]
     factors = rate_factors(model, run)
+    groups = [group for group in groups if group["params"]]  # DeepSpeed flattens no empty one
     return [part for group in groups for part in _by_factor(group, factors, run.learning_rate)]
 
 

@@ -22,6 +22,7 @@ from minimind.architecture.select import (
     hugging_face,
     shape_flags,
 )
+from minimind.architecture.shape import is_frozen
 from minimind.checkpoint.directory import Rejected, newest_valid, rejected
 from minimind.checkpoint.resume import Manifests
 from minimind.checkpoint.validation import read_config
@@ -94,6 +95,8 @@ class InitialModel:
         """
         torch.manual_seed(run.seed)
         model = self.architecture.build(run, prepared.tokenizer)
+        for name, p in model.named_parameters():
+            p.requires_grad_(not is_frozen(name, run.freeze))
         if run.gradient_checkpointing:
             enable_checkpointing(model)
         if self.weights:

@@ -10,6 +10,7 @@ from typing import Any
 
 from minimind.architecture.hf_models import rotary_dtype
 from minimind.architecture.select import scaling_text
+from minimind.architecture.shape import trained_parameters
 from minimind.checkpoint.identity import hardware, layout, source_commit, versions
 from minimind.checkpoint.resume import Resumed, log_rejected
 from minimind.checkpoint.retention import kept_unknown
@@ -107,6 +108,7 @@ def log_start_event(context: RunContext, resumed: Resumed) -> dict[str, Any]:
         "peak_tflops": peak[0] if peak else None,
         "peak_source": peak[1] if peak else None,
         "parameters": engine.parameters,
+        "trained": trained_parameters(run, context.plan.model.sizes(run)) if run.freeze else None,
         "vocabulary": vocabulary,
         "unused_ids": vocabulary - run.vocab_size + prepared.tokenizer.unused,
         "text": [*context.plan.text.names],
@@ -429,7 +431,9 @@ def _model(facts: Mapping[str, Any], run: RunConfig) -> str:
     name = f"{run.model}, " if run.model and not run.hugging_face else ""
     unused = f" ({facts['unused_ids']:,} of it unused)" if facts["unused_ids"] else ""
     vocabulary = f"vocabulary {facts['vocabulary']:,}{unused}"
-    return "; ".join([f"{name}{facts['parameters']:,} parameters", vocabulary, *scaling_text(run)])
+    trained = "" if facts["trained"] is None else f", {facts['trained']:,} of them trained"
+    parameters = f"{name}{facts['parameters']:,} parameters{trained}"
+    return "; ".join([parameters, vocabulary, *scaling_text(run)])
 
 
 def _data(facts: Mapping[str, Any]) -> str:

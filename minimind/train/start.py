@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minimind.architecture.select import Architecture
+from minimind.architecture.shape import trained_parameters
 from minimind.checkpoint.resume import read_manifests
 from minimind.checkpoint.run_folder import require_outputs
 from minimind.config.checks import given, with_epoch
@@ -113,6 +114,8 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         initial = fine_tuned(initial, saved)
     run, model, world_size = initial.run, initial.architecture, launch.world_size
     require_rules(run)
+    if run.freeze:
+        trained_parameters(run, model.sizes(run))
     resumed = None
     if (run.dtype == AUTO or run.open_flags) and (resumed := numbers_to_resume(run, saved)):
         run = resumed.with_dtype(run)

@@ -5,7 +5,6 @@ The state under DeepSpeed is measured in tests/distributed/test_memory.py.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from minimind.architecture.costs import BYTES, Layout, activation_bytes, bytes_sent, memory, seconds
 from minimind.architecture.plan import Machine, alternatives, layout_of, plan, shape_of
-from minimind.architecture.shape import Shape, flops_per_token
+from minimind.architecture.shape import Shape, flops_per_token, is_frozen
 from minimind.config.parse import PRESETS, parse_flags
 from minimind.engine.compile import compute_in
 from minimind.model import kernels
@@ -79,6 +79,7 @@ def test_parameters_are_those_of_the_model(shape: Shape):
         model = model_of(shape)
     numbers = {name: weight.numel() for name, weight in model.named_parameters()}
     assert shape.parameters == sum(numbers.values())
+    assert shape.named == numbers
     matrices = (n for name, n in numbers.items() if ".layers." in name and "proj.weight" in name)
     gates = (n for name, n in numbers.items() if "mlp.gate.weight" in name)
     assert shape.hidden_matrices == sum(matrices) + sum(gates)
@@ -86,9 +87,7 @@ def test_parameters_are_those_of_the_model(shape: Shape):
     assert shape.norms == sum(n for name, n in numbers.items() if "norm" in name)
     embedding = sum(n for name, n in numbers.items() if "embed" in name or "lm_head" in name)
     assert shape.embedding == embedding
-    assert shape.largest == max(numbers.values())
-    sizes = [*shape.tables, *shape.matrices, *shape.vectors]
-    assert Counter(numbers.values()) == sum((Counter({n: k}) for n, k in sizes), Counter())
+    assert shape.sizes.largest == max(numbers.values())
 
 
 def of_dtype(model: Any, dtype: str) -> Any:
@@ -287,7 +286,7 @@ def test_flops_of_wide_heads_by_hand():
     shape = Shape(64, 2, 4, 2, 192, 600, 32, head_dim=32)
     matrices = 2 * (64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 192) + 600 * 64
     assert flops_per_token(shape) == 6 * matrices + 12 * 2 * 128 * 32
-    assert shape.largest == 600 * 64
+    assert shape.sizes.largest == 600 * 64
 
 
 def test_flops_of_a_token_by_hand():
@@ -298,7 +297,61 @@ def test_flops_of_a_token_by_hand():
     experts = replace(SMALL, use_moe=True, n_routed_experts=8)  # of which a token visits 2, and 1
     visited = block + 2 * 3 * 64 * 192 + 8 * 64
     assert flops_per_token(experts) == 6 * (2 * visited + 64 * 600) + 12 * 2 * 64 * 32
+    frozen = replace(experts, freeze=("*.experts.*",))  # of which 2 x 2 are visited
+    assert flops_per_token(experts) - flops_per_token(frozen) == 2 * 4 * 3 * 64 * 192
     assert flops_per_token(SHAPES["0.4b"]) == pytest.approx(2569e6, rel=1e-3)
+
+
+def counted_flops(shape: Shape) -> int:
+    """FLOPs of a token in one forward and backward pass of the model, as torch counts products."""
+    torch.manual_seed(0)
+    model, rows = model_of(shape), torch.randint(shape.vocab_size, (2, shape.max_seq_len + 1))
+    for name, p in model.named_parameters():
+        p.requires_grad_(not is_frozen(name, shape.freeze))
+    with FlopCounterMode(display=False) as counter:
+        backward(model, rows)
+    return counter.get_total_flops() // (2 * shape.max_seq_len)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["model.layers.1.*"],
+        ["*embed*", "model.layers.[01].*"],
+        ["model.layers.*"],
+        ["*.mlp.down_proj.*", "lm_head*", "model.embed*"],
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_and_sizes_without_frozen_parameters(patterns: list[str], tied: bool):
+    shape = replace(SMALL, n_layers=3, use_flash_attn=False, tie_word_embeddings=tied)
+    if tied:
+        patterns = [pattern for pattern in patterns if "head" not in pattern]
+    frozen = replace(shape, freeze=tuple(patterns))
+    assert counted_flops(shape) == flops_per_token(shape)
+    assert counted_flops(frozen) == flops_per_token(frozen)
+    model = model_of(shape)
+    trained = {n: p for n, p in model.named_parameters() if not is_frozen(n, frozen.freeze)}
+    assert frozen.parameters == shape.parameters
+    assert frozen.trained.parameters == sum(p.numel() for p in trained.values())
+    assert frozen.trained.largest == max(p.numel() for p in trained.values())
+    vectors = [p.numel() for p in trained.values() if p.ndim < 2]
+    assert sorted(frozen.trained.vectors) == sorted(vectors)
+
+
+@pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_frozen_weights_have_no_state_and_no_gradients(stage: int | None, dtype: str):
+    """Of a model whose embedding alone is frozen: as much as all less that of the embedding."""
+    shape = replace(SMALL, tie_word_embeddings=False, freeze=("*embed*",))
+    layout, table = Layout(stage, 1, dtype, rows=2), shape.vocab_size * shape.dim
+    whole, needed = memory(replace(shape, freeze=None), layout), memory(shape, layout)
+    b = 2 if dtype == "bfloat16" else 4
+    masters = b < 4 or stage in (1, 2, 3)
+    assert whole.weights == needed.weights
+    assert whole.optimizer - needed.optimizer == (8 + 4 * masters) * table
+    assert whole.gradients - needed.gradients == b * table
+    assert whole.activations == needed.activations
 
 
 def test_seconds_are_flops_over_the_speed_reached():

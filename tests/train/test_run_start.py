@@ -62,6 +62,7 @@ FACTS: dict[str, Any] = {
     "peak_tflops": 2.0,
     "peak_source": "--peak_tflops",
     "parameters": 2_361_024,
+    "trained": None,
     "vocabulary": 4096,
     "unused_ids": 12,
     "text": ["a.jsonl", "b.jsonl"],
