@@ -177,13 +177,14 @@ def _request(args: Prepare, cache: ObjectCache) -> PrepareRequest:
     if held_out:
         if len(sources) > 1:
             raise UsageError(
-                f"--val_path {args.val_path}: cannot be shared by {len(sources)} sources; drop it,"
+                f"--val_path {args.val_path}: cannot be shared by {len(sources)} sources; remove"
+                " it,"
                 " or prepare a single source"
             )
         if args.val_fraction:
             raise UsageError(
                 f"--val_path {args.val_path} and --val_fraction {args.val_fraction} both choose the"
-                " validation text; drop one of them"
+                " validation text; remove one of them"
             )
         most["val_fraction"] = 0.0
     return PrepareRequest(

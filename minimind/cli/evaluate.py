@@ -158,7 +158,9 @@ class Eval(OfChat, Cached):
             )
         if self.limit is not None and not (self.lm_eval or self.tasks):
             raise UsageError(
-                f"--limit {self.limit} is for --lm_eval and --tasks; give --max_rows, or drop it"
+                f"--limit {self.limit} has no effect without --lm_eval or --tasks; give"
+                " --max_rows, or remove"
+                " --limit"
             )
         self.require_there()
         from minimind.config.launcher_env import read_launch
@@ -190,7 +192,7 @@ def _score(args: Eval, cache: ObjectCache, device: str, rank: int) -> None:
     if template and args.template_date and not date_of(template.source, None):
         raise UsageError(
             f"--template_date {args.template_date} has no effect: {template.name} does not ask for"
-            " the date; drop it"
+            " the date; remove --template_date"
         )
     if template:
         require_read(args.chat_template_kwargs or (), template.source, template.name)
@@ -270,7 +272,8 @@ def _score_lm_eval(args: Eval, device: str, processes: int) -> None:
     """
     if processes > 1:
         raise UsageError(
-            f"--lm_eval runs in one process, and {processes} were started; drop the launcher"
+            f"--lm_eval runs in one process, and {processes} were started; start it without the"
+            " launcher"
         )
     way_out = "`lm_eval ls tasks` lists the tasks of lm-eval, and --include_path DIR adds a folder"
     manager = manager_of(args.lm_eval, args.include_path, "--lm_eval", way_out)
@@ -375,7 +378,7 @@ def _open_data(
             raise UsageError(
                 f"{place}: holds prepared conversations; give the files themselves"
                 if holds_conversations(path)
-                else f"{place}: holds text, and --task sft reads files of conversations; drop"
+                else f"{place}: holds text, and --task sft reads files of conversations; remove"
                 " --task sft"
             )
         prepared = open_text(path)
@@ -388,7 +391,7 @@ def _open_data(
             _print_notices(place, prepared)
         return prepared
     if args.split not in (None, "all"):
-        raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
+        raise UsageError(f"--split {args.split}: {place} is raw text; remove --split")
     max_bytes = args.max_document_bytes or longest_document(folder)
     conversations = {}
     if template is not None:

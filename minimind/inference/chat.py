@@ -176,7 +176,8 @@ class Chat:
     def __post_init__(self) -> None:
         if self.tools and not self.template.writes_tools(self.tools):
             raise UsageError(
-                f"--tools: {self.template.name} does not write tools; drop it, or give a template"
+                f"--tools: {self.template.name} does not write tools; remove --tools, or give a"
+                " template"
                 " that writes them (--chat_template thoughts_and_tools)"
             )
         self.reset()

@@ -40,7 +40,7 @@ def manager_of(names: Sequence[str], folder: str | None, by: str, way_out: str) 
         manager = _task_manager(folder, True)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{by} needs the package {LM_EVAL}, which is not installed; {install_extra('eval')}"
+            f"{by} needs the package {LM_EVAL}, which is not installed; run {install_extra('eval')}"
         ) from error
     known = {*manager.all_tasks}
     if unknown := [name for name in names if name not in known]:

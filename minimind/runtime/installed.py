@@ -44,7 +44,7 @@ def require_extra(extra: str, what: str, *packages: str) -> None:
         if find_spec(package) is None:
             raise UsageError(
                 f"{what} needs the package {package}, which is not installed;"
-                f" {install_extra(extra)}"
+                f" run {install_extra(extra)}"
             )
 
 

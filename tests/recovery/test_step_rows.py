@@ -253,7 +253,7 @@ def test_a_document_that_is_held_out_is_read_by_no_step(
         ("data at RUN --step 1 --steps 1:2", "--step and --steps exclude"),
         ("data at RUN --steps 2:1", "is not A:B"),
         ("data at RUN --steps 1:2 --text", "--steps and --text exclude"),
-        ("data at RUN --step 1 --top 2", "--top without --steps; give --steps too"),
+        ("data at RUN --step 1 --top 2", "--top has no effect without --steps; add --steps"),
         ("data at RUN --steps 5000:6000", "has steps 1 to 1250"),
         ("data at none --step 1", "there is no such file or directory"),
         ("data where RUN a.jsonl", "is not FILE:LINE"),

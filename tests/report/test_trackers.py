@@ -345,7 +345,8 @@ def test_a_tracker_that_hangs_is_not_waited_for(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("requested", ["none,wandb", "wandb, none", "none,none"])
 def test_none_beside_trackers_is_refused(requested: str):
     with pytest.raises(
-        UsageError, match=r"report_to = .*none cannot be combined with other trackers; drop one$"
+        UsageError,
+        match=r"report_to = .*none cannot be combined with other trackers; remove it, or them$",
     ):
         parse_flags(["--report_to", requested])
     assert parse_flags(["--report_to", "none"]).trackers() == ()

@@ -65,7 +65,7 @@ def refused(server: InProcess, path: str, content: bytes | str) -> Any:
         ),
         ({"messages": USER, "chat_template_kwargs": {"mood": 1}}, 400, "template does not read"),
         ({"messages": USER, "temprature": 0}, 400, "is not supported; is it temperature?"),
-        ({"messages": USER, "reasoning_effort": "high"}, 400, "is not supported; drop it"),
+        ({"messages": USER, "reasoning_effort": "high"}, 400, "is not supported; remove it"),
         ({"messages": USER, "min_p": 0.1}, 400, "unknown field min_p"),
         ({"messages": USER, "truncation": "middle"}, 400, "has truncation = 'middle'"),
         ({"messages": USER, "store": True}, 400, "has store = True"),

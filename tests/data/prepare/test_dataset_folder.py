@@ -218,11 +218,11 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "merge and text": (["{text}", "--out", "{out}", "--merge"], "--merge and PATH exclude"),
     "merge and policy": (
         ["--out", "{out}", "--merge", "--on_bad_data", "skip"],
-        "--merge and --on_bad_data exclude one another",
+        "--merge and --on_bad_data cannot be used together",
     ),
     "merge and tokenizer": (
         ["--out", "{out}", "--merge", "--tokenizer", "{tokenizer}"],
-        "--merge and --tokenizer exclude one another",
+        "--merge and --tokenizer cannot be used together",
     ),
     "two sizes": (
         ["{text}", "--out", "{out}", "--tokenizer", "{tokenizer}", "--vocab_size", "9999"],
@@ -255,7 +255,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     ),
     "empty file": (
         ["{here}/none.jsonl", "--out", "{out}"],
-        "none.jsonl:1 (byte 0): is empty; fill it or leave it out; or skip bad documents",
+        "none.jsonl:1 (byte 0): is empty; fill it or leave it out, or skip bad documents",
     ),
     "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 must be at least 0 and"),
 }
