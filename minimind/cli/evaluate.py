@@ -27,7 +27,12 @@ from minimind.cli.model import OfChat
 from minimind.config.flags import MIXED
 from minimind.config.run_config import RunConfig
 from minimind.errors import DataError, UsageError
-from minimind.inference.lm_eval_tasks import manager_of, require_template, transformers_tokenizer
+from minimind.inference.lm_eval_tasks import (
+    manager_of,
+    require_template,
+    transformers_tokenizer,
+    unread,
+)
 from minimind.report.formats import scores_table
 from minimind.runtime.durable_files import printing, storing
 from minimind.runtime.terminal import aligned
@@ -288,16 +293,24 @@ def _score_lm_eval(args: Eval, device: str, processes: int) -> None:
 
     model.config.doc_mask = False  # a request is one document
     evaluate: Any = simple_evaluate  # its decorator hides its parameters, like HFLM's
-    found = evaluate(
-        model=SharedLM(
-            model.to(device), transformers_tokenizer(tokenizer), Shares(), args.batch_size
-        ),
-        tasks=args.lm_eval,
-        task_manager=manager,
-        limit=args.limit,
-        apply_chat_template=args.chat,
-        log_samples=False,
+    shared = SharedLM(
+        model.to(device), transformers_tokenizer(tokenizer), Shares(), args.batch_size
     )
+    try:
+        found = evaluate(
+            model=shared,
+            tasks=args.lm_eval,
+            task_manager=manager,
+            limit=args.limit,
+            apply_chat_template=args.chat,
+            log_samples=False,
+        )
+    except OSError as error:
+        if (
+            error.errno is not None
+        ):  # of a disk; those of `datasets` for a Hub out of reach have none
+            raise
+        raise unread(f"--lm_eval {' '.join(args.lm_eval)}", error) from error
     with printing():
         if args.json:
             print(json.dumps({"model": str(path), "chat": args.chat, "tasks": found["results"]}))

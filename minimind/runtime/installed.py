@@ -55,8 +55,9 @@ def _near(path: Path) -> str:
 
 
 # The command that starts a run.
+_SCRIPT = PROJECT / "run_accelerate.sh"
 LAUNCH = (
-    "bash run_accelerate.sh"
-    if disk.exists(PROJECT / "run_accelerate.sh")
+    f"bash {_near(_SCRIPT)}"
+    if disk.exists(_SCRIPT)
     else f"{minimind_command(sys.executable)} launch"
 )

@@ -111,6 +111,20 @@ def test_a_model_without_a_template_is_refused(
     assert "has no chat template beside its tokenizer; ask in plain text, or" in line
 
 
+@pytest.mark.usefixtures("offline")
+def test_a_hub_out_of_reach_is_named(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def evaluate(**_: object) -> None:
+        raise ConnectionError("Couldn't reach it")  # as `datasets` does
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", evaluate)
+    words = ["eval", "--checkpoint", str(trained.run), "--lm_eval", TASK]
+    assert main([*words, "--include_path", str(FOLDER), "--device", "cpu"]) == 2
+    message = f"--lm_eval {TASK}: the questions cannot be read (Couldn't reach it); connect"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

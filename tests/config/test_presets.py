@@ -146,7 +146,8 @@ def test_a_value_of_a_file_of_ones_own_is_dropped_there(tmp_path: Path):
         (
             "--config sft --text_field body",
             "text_field = body (--text_field) and task = sft (--config sft) cannot be used"
-            " together: conversations have fields of their own; remove --text_field, or add --task pretrain",
+            " together: conversations have fields of their own; remove --text_field, or add --task"
+            " pretrain",
             ("--task pretrain",),
         ),
     ],
