@@ -85,7 +85,7 @@ class Prepare(Cached, Output):
     max_bad_fraction: float | None = shared("max_bad_fraction", default=None)
     """fraction of the documents that may be bad"""
     allow_lossy_tokenizer: bool = argument(False)
-    """go on although the tokenizer loses more than 0.1 % of the text of a source"""
+    """continue although the tokenizer loses more than 0.1 % of the text of a source"""
     shard: tuple[int, int] | None = argument(None, parse=_share, metavar="I/N")
     """encode share I (from 0) of N, and do not merge"""
     merge: bool = argument(

@@ -123,7 +123,7 @@ class Eval(OfChat, Cached):
     max_bad_fraction: float = shared("max_bad_fraction", excludes=TASKS)
     """fraction of documents that may be bad, with skip"""
     allow_lossy_tokenizer: bool = argument(False, excludes=TASKS)
-    """go on although the tokenizer loses more than 0.1 % of the text"""
+    """continue although the tokenizer loses more than 0.1 % of the text"""
     cache_dir: str = shared("cache_dir", metavar="DIR")
     """cache of the tokens, and of what is fetched from URLs"""
     max_cache_gib: float | None = shared("max_cache_gib")

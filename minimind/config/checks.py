@@ -77,7 +77,7 @@ def given(run: RunConfig, name: str) -> Given:
 
 @dataclass(frozen=True)
 class Rule:
-    """Flags that exclude one another.
+    """Flags that cannot be used together.
 
     In the sentence `{name}` is a flag as `name = value (source)`, `{name.value}` and
     `{name.source}` give its parts, and `{name.remove}` is how to take it back. Other names are

@@ -588,7 +588,7 @@ class Engine:
     on_corruption: str | None = flag(
         None, choices=("warn", "stop"), needs="verify_interval", unset="warn"
     )
-    """log what differs and go on (warn), or end the run with status 11 (stop)"""
+    """log what differs and continue (warn), or end the run with status 11 (stop)"""
     fingerprints: int = flag(0, ge=0)
     """steps between records of a few numbers of every block, by which `minimind compare` finds
     where two runs part; the first and the last step are recorded too; 0: none"""

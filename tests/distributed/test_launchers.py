@@ -933,7 +933,7 @@ def test_a_stop_before_the_launch_answers_75(
     assert stopped.status == 75
     *_, last = stopped.stderr.splitlines()
     assert last == (
-        f"run_accelerate.sh: stopped on {output} before the first step; run it again to go on"
+        f"run_accelerate.sh: stopped on {output} before the first step; run it again to continue"
     )
     assert stopped.stdout == ""
 
@@ -1021,7 +1021,7 @@ def test_a_stop_while_the_launcher_is_imported_or_ends_answers_75(tmp_path: Path
     stopped = subprocess.run(
         words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
     )
-    text = "stopped on SIGTERM before the first step; run it again to go on\n"
+    text = "stopped on SIGTERM before the first step; run it again to continue\n"
     assert (stopped.returncode, stopped.stdout) == (75, "")
     assert stopped.stderr.splitlines(keepends=True)[-1] == f"run_accelerate.sh: {text}"
     assert "Traceback" not in stopped.stderr
