@@ -222,7 +222,8 @@ def start(
         status = Interrupted.status
     elif signals.reason:
         _say(
-            f"stopped on {signals.reason} before the first step or by force; run it again to continue"
+            f"stopped on {signals.reason} before the first step or by force; run it again to"
+            " continue"
         )
         status = PREEMPTED
     elif code < 0:

@@ -303,7 +303,8 @@ def test_a_failing_tracker_warns_once_and_the_run_continues(
     assert train(requested) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert sorted(warnings) == [
-        f"warning: tracker {reason}; training continues without it, and metrics.jsonl has everything"
+        f"warning: tracker {reason}; training continues without it, and metrics.jsonl has"
+        " everything"
         for reason in ("mlflow: No module named 'mlflow'", "tensorboard: the other end is gone")
     ]
     assert [step for step, _ in opened["tensorboard"].lines] == [2]
