@@ -52,11 +52,11 @@ def refused(server: InProcess, path: str, content: bytes | str) -> Any:
         ({"messages": USER, "stop": ["a"] * 99}, 400, "more than 32 texts"),
         ({"messages": USER, "frequency_penalty": 0.5}, 400, "is not supported"),
         ({"messages": USER, "logit_bias": {"5": 1}}, 400, "is not supported"),
-        ({"messages": USER, "response_format": {"type": "json_object"}}, 400, "but for text"),
+        ({"messages": USER, "response_format": {"type": "json_object"}}, 400, "only supports text"),
         ({"messages": USER, "tool_choice": "required"}, 400, "neither none nor auto"),
         ({"messages": USER, "top_logprobs": 3}, 400, "needs logprobs"),
         ({"messages": USER, "functions": [{}]}, 400, "old name"),
-        ({"messages": USER, "stream_options": {}}, 400, "is for a stream"),
+        ({"messages": USER, "stream_options": {}}, 400, "has no effect without stream"),
         ({"messages": USER, "stream": True, "stream_options": {"every": 1}}, 400, "unknown field"),
         (
             {"messages": USER, "chat_template_kwargs": {"messages": 1}},
