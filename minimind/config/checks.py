@@ -57,7 +57,8 @@ class Given:
         if self.source.rank is not Rank.FILE:
             file, _, key = self.source.rpartition(": ")
             typed = self._place if self._place.startswith("--") else self.name
-            return f"remove {key} from {file}" if file else f"remove {typed}"
+            is_written = file and self.source.rank >= Rank.LAUNCHER
+            return f"remove {key} from {file}" if is_written else f"remove {typed}"
         path = files_by_name(RECIPES).get(self.config or "")
         if path is None:
             return f"remove {self.name} from {self.config}"
