@@ -86,13 +86,13 @@ def plan(
     run = sized(run) if run.teacher else run
     if run.hugging_face is not None:
         raise UsageError(
-            f"plan only estimates the built-in decoder, and --model {run.model} is from"
-            " transformers; give the flags of a decoder of its shape"
+            f"minimind plan estimates only the built-in decoder, but --model {run.model} is a model"
+            " of transformers; give the flags of a decoder of its shape"
         )
     if run.init_from is not None:
         raise UsageError(
-            "plan does not read weights, so --init_from has no effect; give the flags of its shape,"
-            " or run the command itself with --dry_run"
+            "minimind plan does not read weights, so --init_from has no effect; give the flags of"
+            " its shape, or start the run with --dry_run"
         )
     text = None
     if run.source or run.stages or run.is_explicit("data_path"):
@@ -108,7 +108,7 @@ def plan(
         path = "none"
         if machine.gpus > 1:
             raise UsageError(
-                f"gpus = {machine.gpus}, and a run on {device} has one process; give --gpus 1"
+                f"--gpus {machine.gpus}: a run on {device} has one process; give --gpus 1"
             )
     run = with_dtype(run, device, has_bf16=True)  # the devices of a plan may be elsewhere
     config: Mapping[str, Any] = {}

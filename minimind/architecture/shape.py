@@ -204,7 +204,7 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
         if run.is_explicit("vocab_size") and before != tokenizer.vocab_size:
             raise UsageError(
                 f"vocab_size = {before} ({source}), but --tokenizer {run.tokenizer} has"
-                f" {tokenizer.vocab_size}; drop one of the two"
+                f" {tokenizer.vocab_size}; remove one of them"
             )
         template, name, _ = chosen_template(run.chat_template, tokenizer)
         names = special_names(template, tokenizer, name)

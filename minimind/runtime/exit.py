@@ -142,7 +142,7 @@ class Ending:
                 if status == PREEMPTED:
                     step = self.progress.step
                     write_torchrun_error(
-                        f"{PROGRAM}: stopped and saved at step {step}; {RUN_AGAIN} to go on"
+                        f"{PROGRAM}: stopped and saved at step {step}; {RUN_AGAIN} to continue"
                     )
             return self._status
 

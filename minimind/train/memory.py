@@ -177,7 +177,7 @@ def _message(
     what = f"the {where} is out of memory{tried} with a micro-batch of {micro_batch}"
     if record:
         again = "the run" if goes_on else "run the same command again, which"
-        return f"{what}; {again} goes on with at most {record['most_rows']} rows at once"
+        return f"{what}; {again} continues with at most {record['most_rows']} rows at once"
     return f"{what}; {remedy(run, resolved, world_size, setup.device, capacity(setup))}"
 
 

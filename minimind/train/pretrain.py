@@ -422,7 +422,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
         command = "run the same command again"
         if run.resume != "auto":  # the same command would resume from the same checkpoint
             command = f"run it again without --resume {shlex.quote(run.resume)}"
-        logger.print(f"{reason} at step {state.step}; {command} to go on")
+        logger.print(f"{reason} at step {state.step}; {command} to continue")
     else:
         tokens = f"{state.tokens:,} tokens"
         logger.print(f"{reason}: {state.step} steps, {tokens}; next\n{what_next(run)}")

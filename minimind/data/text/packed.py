@@ -178,7 +178,9 @@ def _zstandard(path: Path) -> Any:
 
 def needs_extra(path: Path, package: str) -> DataError:
     """Message for a missing optional package."""
-    return DataError(f"{path}: is read with {package}; {install_extra('data')}")
+    return DataError(
+        f"{path}: needs the package {package}, which is not installed; run {install_extra('data')}"
+    )
 
 
 class _Plain(io.FileIO):
