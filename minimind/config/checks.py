@@ -251,7 +251,7 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
     Rule(
         lambda run: run.teacher and run.compile == "on",
         "{teacher} has a loss that is not compiled, and {compile} compiles all of a model of"
-        " transformers; {teacher.drop}, or {compile.drop}",
+        " transformers; {teacher.remove}, or {compile.remove}",
     ),
 )
 DECODER_RULES: tuple[Rule, ...] = (
@@ -427,7 +427,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: run.own_loss and run.teacher,
-        "{loss} and {teacher} each replace the cross-entropy; {loss.drop}, or {teacher.drop}",
+        "{loss} and {teacher} each replace the cross-entropy; {loss.remove}, or {teacher.remove}",
     ),
     Rule(
         lambda run: run.own_loss and run.sequence_parallel > 1,
