@@ -105,6 +105,17 @@ def test_what_a_function_raises_or_returns_else_names_it(given: dict[str, Any]):
         train(["--max_steps", "3"], max_steps=4)
 
 
+def test_the_last_step_of_a_run_that_a_function_ends_has_a_fingerprint(
+    given: dict[str, Any], tmp_path: Path
+):
+    given |= {"fingerprints": 3, "log_interval": 1}
+    assert train(given, on_step=lambda step, n: step == 5) == 0
+    found = events(tmp_path / "run", "fingerprint")
+    assert [one["step"] for one in found] == [1, 3, 5]
+    assert [*found[-1]["numbers"]] == ["exp_avg", "exp_avg_sq", "fp32"]
+    assert found[-1]["loss"] == events(tmp_path / "run", "step")[-1]["loss"]
+
+
 def test_words_are_a_command_line(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         train(["--max_stepz", "3"])
