@@ -113,6 +113,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     """
     run, engine = context.run, context.engine
     clock = context.progress.clock = PhaseClock(engine.device, context.communication)
+    context.logger.clock = clock
     first = context.progress.step = state.step
     context.logger.begin(state.step, state.tokens)
     is_cut_off = not catch_up(context, state)
