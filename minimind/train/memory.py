@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from minimind.engine.engine import Engine
     from minimind.report.run_logger import RunLogger
 
+# Flags that decide what a row takes, and what is left for it, beside the shape of the model.
+OF_A_ROW = ("max_seq_len", "gradient_checkpointing", "dtype", "optimizer", "ema", "loss", "compile")
+OF_A_ROW += ("dropout", "use_flash_attn", "doc_mask", "sequence_parallel", "tensor_parallel")
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -69,8 +73,7 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
         "world_size": launch.world_size,
         "zero_stage": resolved.zero_stage,
         "parameters": model.parameters(run),
-        "max_seq_len": run.max_seq_len,
-        "gradient_checkpointing": run.gradient_checkpointing,
+        **{name: getattr(run, name) for name in OF_A_ROW},
     }
     if launch.rank == 0:
         for event in EventLog(Path(run.out_dir) / "metrics.jsonl").events(HALVED):
