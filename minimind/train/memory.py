@@ -24,6 +24,7 @@ from minimind.config.run_config import RunConfig
 from minimind.errors import HALVED, MemoryFull, which_memory
 from minimind.runtime.device import CUDA, HOST, device_kind
 from minimind.runtime.event_log import EventLog
+from minimind.runtime.process import SCRIPT_PID
 
 if TYPE_CHECKING:
     from minimind.engine.engine import Engine
@@ -179,7 +180,8 @@ def _message(
         )
     what = f"the {where} is out of memory{tried} with a micro-batch of {micro_batch}"
     if record:
-        again = "the run" if goes_on else "run the same command again, which"
+        is_started_again = goes_on or SCRIPT_PID in os.environ  # by our launcher
+        again = "the run" if is_started_again else "run the same command again, which"
         return f"{what}; {again} goes on with at most {record['most_rows']} rows at once"
     return f"{what}; {remedy(run, resolved, world_size, setup.device, capacity(setup))}"
 
