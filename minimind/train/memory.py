@@ -53,10 +53,7 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
 
     Rank 0 reads the records, and all ranks take the smallest number (`with_common_fit`).
     """
-    launch, memory, fitting = setup.launch, None, None
-    is_here = device_kind(setup.device).is_available() and not is_of_another_host(run, launch)
-    if is_here:
-        memory = capacity(setup)
+    launch, memory, fitting = setup.launch, capacity_here(setup, run), None
     if memory is not None and is_estimated(run):
         from minimind.architecture.plan import layout_of, rows_that_fit
 
@@ -65,7 +62,7 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
     rows = most_rows(run, setup.device, fitting)
     if memory is None or fitting != rows:
         tokens = most_tokens(setup.device, fitting is not None)
-        unknown = "" if is_here else ", as the memory is not known here"
+        unknown = "" if memory is not None else ", as the memory is not known here"
         why = f"{tokens:,} tokens{unknown}"
     else:
         why = f"in {memory / 2**30:.2f} GiB"
@@ -95,6 +92,12 @@ def capacity(setup: Setup) -> int:
     if kind is HOST:
         return kind.memory() // launch.local_world_size
     return kind.memory(launch.local_rank if launch.local_rank < kind.count() else 0)
+
+
+def capacity_here(setup: Setup, run: RunConfig) -> int | None:
+    """The same, None for a dry run of another host, whose memory is not known."""
+    is_here = device_kind(setup.device).is_available()
+    return capacity(setup) if is_here and not is_of_another_host(run, setup.launch) else None
 
 
 def halved(run: RunConfig, world_size: int, fit: Fit | None) -> dict[str, Any] | None:
@@ -184,6 +187,22 @@ def _message(
         again = "the run" if is_started_again else "run the same command again, which"
         return f"{what}; {again} goes on with at most {record['most_rows']} rows at once"
     return f"{what}; {remedy(run, resolved, world_size, setup.device, capacity(setup))}"
+
+
+def too_large(setup: Setup, resolved: ResolvedConfig) -> str:
+    """Warning that the micro-batch does not fit the device by the estimate; else empty."""
+    run, memory = resolved.run, capacity_here(setup, resolved.run)
+    if memory is None or not is_estimated(run):
+        return ""
+    from minimind.architecture import costs
+    from minimind.architecture.plan import fits, layout_of
+
+    size = setup.launch.world_size
+    layout = layout_of(run, size, resolved.config, setup.device)
+    if fits(costs.memory(shape_of(run), layout), memory):
+        return ""
+    of_step = f"a micro-batch of {layout.rows} rows x {run.max_seq_len} tokens"
+    return f"warning  {of_step}: {remedy(run, resolved, size, setup.device, memory)}"
 
 
 def remedy(
