@@ -115,7 +115,7 @@ class RunLogger:
         self._is_profiling = is_profiling
         self._mfu_per_speed = mfu_per_speed or {}
         self._device = device
-        self.clock = PhaseClock(device)  # of the loop, from its start on
+        self.clock = PhaseClock(device)  # that of the loop from `begin` on
         self._total = total_steps
         self._bar: ProgressBar | None = None
         self._usage: Usage | None = None  # on rank 0, from `begin` on
@@ -159,11 +159,12 @@ class RunLogger:
             if self.trackers:
                 self.trackers.event(name, fields)
 
-    def begin(self, step: int, tokens: int = 0) -> None:
+    def begin(self, step: int, tokens: int = 0, clock: PhaseClock | None = None) -> None:
         """Show the progress bar from `step` on (terminals only) and start the tokens/s clock.
 
-        `tokens` were trained on before.
+        `tokens` were trained on before. `clock` is that of the steps.
         """
+        self.clock = clock or self.clock
         self._start, self._steps, self._tokens = time.perf_counter(), 0, tokens
         self._line_times, self._line_pauses = [], dict.fromkeys(PAUSES, 0.0)
         self._usage = Usage(self._device) if self._is_rank_0 else None

@@ -113,9 +113,8 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     """
     run, engine = context.run, context.engine
     clock = context.progress.clock = PhaseClock(engine.device, context.communication)
-    context.logger.clock = clock
     first = context.progress.step = state.step
-    context.logger.begin(state.step, state.tokens)
+    context.logger.begin(state.step, state.tokens, clock)
     is_cut_off = not catch_up(context, state)
     last = context.schedule.total_steps
     while state.step < last and not is_cut_off:
