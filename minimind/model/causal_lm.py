@@ -169,11 +169,7 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
             end = past + length
             if position_ids is not None and not is_bounded:
                 end = int(position_ids.max()) + 1  # read back from the device
-            if end > len(self.pos_cis):
-                raise ValueError(
-                    f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
-                    " shorten the input or raise max_position_embeddings."
-                )
+            self.require_positions(end)
         at = slice(past, past + length) if position_ids is None else position_ids
         rotary = self.rotary_at(at)
         drops = None

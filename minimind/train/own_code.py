@@ -51,7 +51,7 @@ class Hooks:
         """
         if (hook := self.functions.get(name)) is None:
             return
-        with self.logger.pausing("own_code"):
+        with self.logger.pausing("own_code", name):
             given = self.ranks.from_rank_0(numbers)
             work = partial(answer, name, hook, step, given)
             ends = run_on_all_ranks(self.ranks, work, any)

@@ -61,7 +61,7 @@ from minimind.train.agreement import (
 from minimind.train.evaluate import build_samples, held_out_of
 from minimind.train.failures import SkippedSteps
 from minimind.train.loop import GO_BACK, RunContext, register_cleanup, train
-from minimind.train.memory import report_out_of_memory
+from minimind.train.memory import report_out_of_memory, too_large
 from minimind.train.rows import build_batches
 from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
 from minimind.train.speed import mfu_per_speed, setting_of
@@ -201,6 +201,7 @@ def train_planned(
     register_cleanup(context)
     # 5. Files of the run in out_dir, and what reads them.
     notices = advice(plan.setup, plan.resolved)  # of --config too, which may be replaced here
+    notices += filter(None, [too_large(plan.setup, plan.resolved)])
     if engine.rank == 0:
         with storing(str(out_dir), "give another --out_dir"):
             write_reference(out_dir, plan.resolved)
