@@ -133,9 +133,9 @@ def test_a_run_out_of_memory_ends_with_10_in_one_line_and_keeps_its_checkpoint(
 @pytest.mark.parametrize(
     ("processes", "by_script", "words"),
     [
-        (1, False, "; the run goes on with at most 4 rows at once"),
-        (2, True, "; the run goes on with at most 4 rows at once"),
-        (2, False, "; run the same command again, which goes on with at most 4 rows at once"),
+        (1, False, "; the run continues with at most 4 rows at once"),
+        (2, True, "; the run continues with at most 4 rows at once"),
+        (2, False, "; run the same command again, which continues with at most 4 rows at once"),
     ],
 )
 def test_a_halved_micro_batch_is_said_to_go_on_by_itself_where_it_does(
