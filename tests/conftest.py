@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,6 +73,14 @@ def unsynced() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_browser() -> Iterator[None]:
+    """End the browser of this process, which the first test that opens a page starts."""
+    yield
+    if module := sys.modules.get("tests.browser"):
+        module.close()
 
 
 @pytest.fixture
