@@ -2,11 +2,14 @@
 
 import os
 import sys
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import minimind
+
+train: Any = minimind.train  # a package that is called like a function
 
 
 def on_eval(step: int, numbers: dict[str, float]) -> bool | None:
@@ -21,4 +24,4 @@ def ce(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(minimind.train(sys.argv[1:], on_eval=on_eval))
+    sys.exit(train(sys.argv[1:], on_eval=on_eval))
