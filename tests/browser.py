@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
@@ -23,17 +25,47 @@ def installed_browser() -> str:
     return browser
 
 
+@cache
+def _started() -> tuple[Playwright, Browser, asyncio.AbstractEventLoop]:
+    """One browser for all tests of this process, and the loop that its calls run in."""
+    playwright = sync_playwright().start()
+    browser = playwright.chromium.launch(executable_path=installed_browser(), args=[*QUIET])
+    return playwright, browser, asyncio.get_running_loop()
+
+
+@contextmanager
+def _its_loop() -> Iterator[Browser]:
+    """Outside of the block no loop runs, so that others may: playwright leaves its own running."""
+    try:
+        _, browser, loop = _started()
+        asyncio._set_running_loop(loop)
+        yield browser
+    finally:
+        asyncio._set_running_loop(None)
+
+
 @contextmanager
 def opened(url: str, width: int = 1400, **options: Any) -> Iterator[Page]:
-    """A page at `url`; no script of it may fail."""
-    path, faults = installed_browser(), []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=[*QUIET])
+    """A page at `url`, which shares nothing with those before it; no script of it may fail."""
+    installed_browser()
+    faults = []
+    with _its_loop() as browser:
         context = browser.new_context(viewport={"width": width, "height": 844}, **options)
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.goto(url)
-        yield page
-        browser.close()
+        try:
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+            page.on("pageerror", lambda error: faults.append(str(error)))
+            page.goto(url)
+            yield page
+        finally:
+            context.close()
     assert faults == []
+
+
+def close() -> None:
+    """End the browser, if one was started."""
+    if _started.cache_info().currsize:
+        with _its_loop() as browser:
+            browser.close()
+            _started()[0].stop()
+        _started.cache_clear()

@@ -7,9 +7,12 @@ import json
 import os
 import random
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,10 @@ count_frozen = gc.get_freeze_count
 def pytest_configure(config: pytest.Config) -> None:
     """Heed SIGINT and SIGHUP where they are ignored: under nohup, in a script's background.
 
-    The processes that tests start inherit what is ignored, and would not stop.
+    The processes that tests start inherit what is ignored, and would not stop. Until the tests are
+    collected, no garbage is: there is hardly any, and looking for it takes a quarter of the time.
     """
+    gc.disable()
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
@@ -49,11 +54,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run what takes minutes")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """In every second worker of xdist, import the modules from the last on.
+
+    Workers collect from the first on, so that of a fresh checkout each compiles a half.
+    """
+    if int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2 == 0:
+        return
+    places = [Path(argument.partition("::")[0]).resolve() for argument in session.config.args]
+    files = [file for place in places for file in sorted(place.rglob("test_*.py"))]
+    for file in reversed(files):
+        with suppress(Exception, pytest.skip.Exception):  # which the collection will report
+            import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
 def pytest_collection_finish() -> None:
     """Freeze what the tests consist of; a run in this process would collect garbage among it.
 
     A run asks how many objects are frozen, and counting these takes 0.1 s: they are counted once.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
     frozen = gc.get_freeze_count()
@@ -69,6 +90,62 @@ def unsynced() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _floors_once() -> Iterator[None]:
+    """Compute the floors of a text once for all runs on it: a quarter of the time of a small run.
+
+    Tests of floors call the function itself.
+    """
+    module, known = sys.modules.get("minimind.train.floors"), dict[Any, Any]()
+    if module is None:  # no test that was collected is about them
+        yield
+        return
+    floors = module.floors
+
+    def of_text(prepared: Any, held_out: Any) -> Any:
+        rows = held_out.in_force.tobytes()
+        key = prepared.manifest["fingerprint"], rows, held_out.row_tokens
+        key += held_out.sources, held_out.weights
+        if key not in known:
+            known[key] = floors(prepared, held_out)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "floors", of_text)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_plotly_js() -> Iterator[None]:
+    """Leave plotly.js, 5 MB, out of the page at the end of a run: a tenth of a small run's time.
+
+    `minimind report` and the pages that browsers open have it.
+    """
+    module = sys.modules.get("minimind.report.page")
+    if module is None:  # no test that was collected is about pages
+        yield
+        return
+    write = module.write_report
+
+    def written(run_dirs: Any, out: Path, remedy: str) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            if remedy.endswith("--out_dir"):  # of the run itself
+                patch.setattr("plotly.offline.get_plotlyjs", str)
+            return write(run_dirs, out, remedy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "write_report", written)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_browser() -> Iterator[None]:
+    """End the browser of this process, which the first test that opens a page starts."""
+    yield
+    if module := sys.modules.get("tests.browser"):
+        module.close()
 
 
 @pytest.fixture

@@ -195,7 +195,10 @@ class Uploads:
         with self._changed:
             if self._back is not None:
                 return [Change("abandon", self._back)]
-            return [*(self._todo or []), *([Change("look", self._last)] if self._is_dirty else [])]
+            todo = [*(self._todo or [])]
+            if self._is_dirty:  # it looks again, at what is there then
+                todo = [one for one in todo if one.what != "look"] + [Change("look", self._last)]
+            return todo
 
     def wait(self, seconds: float) -> bool:
         """Wait until nothing is to be done, for a time; return whether that is so."""

@@ -441,24 +441,26 @@ def test_prune_is_for_a_run_and_not_for_one_of_its_checkpoints(run_dir):
     assert len(names(run_dir)) == 3
 
 
-def loaded(lines: list[str], modules: str) -> str:
-    """Statuses of commands in a Python of their own, and which of `modules` that has imported."""
-    code = (
-        "import sys; from minimind.cli.main import main;"
-        f"statuses = [main(['checkpoint', *line.split()]) for line in {lines!r}];"
-        f"print(statuses, [m for m in {modules!r}.split() if m in sys.modules])"
-    )
+def test_no_command_needs_deepspeed_and_looking_needs_no_torch(run_dir, tmp_path):
+    """In a Python of their own, which imports more from group to group."""
+    heavy = "deepspeed accelerate transformers"
+    groups = [
+        (
+            [f"list {run_dir} --verify", f"prune {run_dir} --keep_last 2 --dry_run"],
+            f"{heavy} torch numpy",
+        ),
+        ([f"verify {run_dir}", f"diff {run_dir} {run_dir}"], heavy),
+        ([f"consolidate {run_dir} --out {tmp_path / 'flat'}"], "deepspeed"),
+    ]
+    code = f"""
+import sys
+from minimind.cli.main import main
+for lines, modules in {groups!r}:
+    statuses = [main(["checkpoint", *line.split()]) for line in lines]
+    print("ended", statuses, [m for m in modules.split() if m in sys.modules])
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    return done.stdout.splitlines()[-1]
-
-
-def test_no_command_needs_deepspeed_and_looking_needs_no_torch(run_dir, tmp_path):
-    heavy = "deepspeed accelerate transformers"
-    light = [f"list {run_dir} --verify", f"prune {run_dir} --keep_last 2 --dry_run"]
-    assert loaded(light, f"{heavy} torch numpy") == "[0, 0] []"
-    reading = [f"verify {run_dir}", f"diff {run_dir} {run_dir}"]
-    assert loaded(reading, heavy) == "[0, 0] []"
-    writing = [f"consolidate {run_dir} --out {tmp_path / 'flat'}"]
-    assert loaded(writing, "deepspeed") == "[0] []"
+    ends = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert ends == ["ended [0, 0] []", "ended [0, 0] []", "ended [0] []"]

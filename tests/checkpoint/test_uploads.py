@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from s3fs import S3FileSystem
 
 from minimind.checkpoint import remote_run
 from minimind.checkpoint.directory import MANIFEST, published_checkpoints, set_aside
-from minimind.checkpoint.mirror import Uploads, claim
+from minimind.checkpoint.mirror import Change, Uploads, claim
 from minimind.checkpoint.remote_run import ABANDONED, RemoteRun
 from minimind.checkpoint.retention import Rules, prune, record_validation
 from minimind.errors import StorageError
@@ -200,6 +201,29 @@ def test_a_start_uploads_what_the_one_before_did_not(tmp_path: Path, trained: Tr
     assert run.uploads.wait(60)
     assert run.remote.published() == [7, 4, 2]
     run.uploads.close()
+
+
+def test_a_save_while_the_mirror_is_looked_at_is_one_upload_to_wait_for(
+    run: Fixture, monkeypatch: pytest.MonkeyPatch
+):
+    """A run that ended then waited "for the upload of 2 checkpoints", of which one was step 0."""
+    looks, goes_on, steps = threading.Event(), threading.Event(), RemoteRun.steps
+
+    def slow(self: RemoteRun) -> dict[int, dict[str, int]]:
+        looks.set()
+        goes_on.wait(60)
+        return steps(self)
+
+    run.uploads.begin(0)
+    monkeypatch.setattr(RemoteRun, "steps", slow)
+    run.uploads.look(None)
+    assert looks.wait(60)
+    save(run.root, 2, run.facts)
+    run.uploads.offer(2, None)
+    assert run.uploads.pending() == [Change("look", 2)]
+    goes_on.set()
+    assert run.uploads.wait(60)
+    assert run.remote.published() == [2]
 
 
 def test_a_storage_that_is_down_at_a_start_is_told(run: Fixture, monkeypatch: pytest.MonkeyPatch):

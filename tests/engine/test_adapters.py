@@ -112,7 +112,7 @@ def test_the_same_configuration_continues_bit_for_bit(found: dict[str, Any], nam
     assert [step["step"] for step in seen["unbroken"]] == list(range(LAST))
     assert seen["anew"] == [seen["unbroken"][SAVED:], []]
     assert seen["rewound"] == [seen["unbroken"][SAVED:], []]
-    assert seen["restarted"] == [seen["unbroken"], []]
+    assert seen["restarted"] == [seen["unbroken"][:SAVED], []]
     assert seen["unbroken"][-1]["loss"] < seen["unbroken"][0]["loss"]
 
 

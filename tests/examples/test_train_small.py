@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import minimind.train as training
 from examples import train_small
+from minimind.cli.main import main
 from tests.conftest import ROOT
 from tests.examples.conftest import promised, shape
 
+train: Any = training  # a package that is called like a function
 TINY = ["--model", "tiny", "--dtype", "float32", "--log_interval", "1", "--device", "cpu"]
 TINY += ["--deepspeed_config", "none", "--no-async_save"]
-
-
-def minimind(*arguments: object) -> None:
-    line = [sys.executable, "-m", "minimind", *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def repeated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: Path) -> str:
@@ -36,15 +33,21 @@ def rows_of(folder: Path) -> Path:
     )
     lines = (json.dumps({"text": part}) for part in text.split("\n## "))
     (folder / "t.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    minimind("prepare", folder / "t.jsonl", "--out", folder / "rows", "--vocab_size", 1024)
-    return folder / "rows"
+    out = folder / "rows"
+    assert (
+        main(["prepare", str(folder / "t.jsonl"), "--out", str(out), "--vocab_size", "1024"]) == 0
+    )
+    return out
 
 
 @pytest.mark.long
 def test_100_steps_end_at_the_losses_of_the_run(monkeypatch, capsys, tmp_path: Path):
     run = tmp_path / "run"
     rows = rows_of(tmp_path)
-    minimind("train", *TINY, "--data_path", rows, "--max_steps", 100, "--out_dir", run)
+    assert (
+        train([*TINY, "--data_path", str(rows), "--max_steps", "100", "--out_dir", str(run)]) == 0
+    )
+    capsys.readouterr()
     printed = repeated(monkeypatch, capsys, run)
     assert shape(printed) == promised("train_small.py")
     assert float(printed.split()[-1]) < 1e-5
@@ -53,9 +56,10 @@ def test_100_steps_end_at_the_losses_of_the_run(monkeypatch, capsys, tmp_path: P
 def test_a_short_run_is_repeated_and_another_kind_of_run_refused(
     monkeypatch, capsys, tmp_path: Path
 ):
-    run, small = tmp_path / "run", ["--dim", 48, "--n_heads", 6, "--n_layers", 2, "--batch_size", 2]
-    rows = rows_of(tmp_path)
-    minimind("train", *TINY, *small, "--data_path", rows, "--max_steps", 4, "--out_dir", run)
+    run, small = tmp_path / "run", "--dim 48 --n_heads 6 --n_layers 2 --batch_size 2".split()
+    places = ["--data_path", str(rows_of(tmp_path)), "--out_dir", str(run)]
+    assert train([*TINY, *small, *places, "--max_steps", "4"]) == 0
+    capsys.readouterr()
     printed = repeated(monkeypatch, capsys, run)
     assert "largest difference in 4 steps" in printed
     assert float(printed.split()[-1]) < 1e-6

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -19,6 +15,7 @@ from minimind.engine.plain_backend import PlainBackend
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
 from tests.faults import tiny
+from tools.forking import Nursery, free_port
 
 STEPS, RATE, ROWS, LENGTH = 3, 1e-2, 4, 16  # of deepspeed_runs.py, which imports DeepSpeed
 BOUNDS = {"float32": 1e-6, "bfloat16": 2e-2, "bf16-mixed": 2e-2}  # of a loss of 6.4
@@ -30,23 +27,17 @@ def cases(*names: str) -> list[tuple[str, int, str]]:
     return [(name, int(name[0]), DTYPES[name[1]]) for name in names]
 
 
-def run_deepspeed(processes: int, source: Path, out: Path, names: tuple[str, ...]) -> None:
+def run_deepspeed(
+    nursery: Nursery, processes: int, source: Path, out: Path, names: tuple[str, ...]
+) -> None:
     """Run deepspeed_runs.py on so many ranks, until they end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "tests.interop.deepspeed_runs", source, out]
-    ranks = []
-    for rank in range(processes):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        env = os.environ | {name: str(value) for name, value in place.items()}
-        command = [*map(str, words), json.dumps(cases(*names))]
-        with open(out / f"rank-{rank}.log", "wb") as log:
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-    assert [rank.wait(500) for rank in ranks] == [0] * processes, (out / "rank-0.log").read_text()[
-        -3000:
-    ]
+    words = [str(source), str(out), json.dumps(cases(*names))]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    variables = alone | {"MASTER_PORT": str(free_port())} if processes == 1 else {}
+    statuses, _, said = nursery.run(
+        "tests.interop.deepspeed_runs", words, out / "ranks", processes, of_last=([], variables)
+    )
+    assert statuses == [0] * processes, said[-3000:]
 
 
 class Engine(tiny.Engine):

@@ -20,6 +20,7 @@ from minimind.model.configuration import MiniMindConfig
 from minimind.model.rotary import interleaved_to_half
 from tests.faults import tiny
 from tests.interop.continued import BOUNDS, RATE, STEPS, Engine, cases, run_deepspeed
+from tools.forking import Nursery
 
 CONFIG = MiniMindConfig(**tiny.SHAPE, qk_norm=True)
 LR: dict[str, Any] = {
@@ -207,7 +208,7 @@ ALL = tuple(f"{stage}{dtype}" for stage in (1, 2, 3) for dtype in "fb")
 @pytest.mark.launch
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
-def test_deepspeed_goes_on(processes: int, tokenizer: bytes, tmp_path: Path):
+def test_deepspeed_goes_on(processes: int, tokenizer: bytes, nursery: Nursery, tmp_path: Path):
     """Its weights and moments are ours to the last bit, and the next losses are ours too."""
     own, source, out = {}, tmp_path / "source", tmp_path / "out"
     out.mkdir()
@@ -215,7 +216,7 @@ def test_deepspeed_goes_on(processes: int, tokenizer: bytes, tmp_path: Path):
         engine = trained(tmp_path / dtype, tokenizer, dtype)
         assert export(tmp_path / dtype, source / dtype) == 0
         own[dtype] = torch.tensor(engine.losses(STEPS, STEPS + 5))
-    run_deepspeed(processes, source, out, ALL)
+    run_deepspeed(nursery, processes, source, out, ALL)
     for name, _, dtype in cases(*ALL):
         contents, after = Contents(tiny.newest(tmp_path / dtype)), load(out / name / "after.pt")
         for kind in ("fp32", "exp_avg", "exp_avg_sq"):
@@ -230,13 +231,13 @@ def test_deepspeed_goes_on(processes: int, tokenizer: bytes, tmp_path: Path):
 
 @pytest.mark.launch
 @pytest.mark.long
-def test_deepspeed_goes_on_with_a_momentum(tokenizer: bytes, tmp_path: Path):
+def test_deepspeed_goes_on_with_a_momentum(tokenizer: bytes, nursery: Nursery, tmp_path: Path):
     engine = trained(tmp_path / "run", tokenizer, optimizer="sgd", lr=LR | SGD)
     source, out = tmp_path / "source", tmp_path / "out"
     assert export(tmp_path / "run", source / "float32") == 0
     (source / "SGD").touch()
     out.mkdir()
-    run_deepspeed(2, source, out, ("1f", "2f"))
+    run_deepspeed(nursery, 2, source, out, ("1f", "2f"))
     own = torch.tensor(engine.losses(STEPS, STEPS + 5))
     for name in ("1f", "2f"):
         losses = torch.tensor(load(out / name / "after.pt")["losses"])

@@ -34,6 +34,7 @@ from tests.conftest import ROOT, Launcher
 from tests.faults import tiny
 from tests.interop.continued import BOUNDS, RATE, STEPS, Engine, cases, run_deepspeed
 from tests.interop.hostile import good_folder
+from tools.forking import Nursery
 from tools.runs import config_of_stage, events
 
 MODEL_FILE, NORM = "mp_rank_00_model_states.pt", "model.norm.weight"
@@ -47,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(source: Path, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Checkpoints that DeepSpeed writes on so many processes, by their cases; each once."""
     made: dict[tuple[int, tuple[str, ...]], Path] = {}
 
@@ -55,7 +56,7 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
         if (processes, names) in made:
             return made[processes, names]
         out = made[processes, names] = tmp_path_factory.mktemp("deepspeed")
-        run_deepspeed(processes, source, out, names)
+        run_deepspeed(nursery, processes, source, out, names)
         return out
 
     return write

@@ -13,12 +13,15 @@ import yaml
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_of
+from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.clocks import PhaseClock
 from minimind.errors import UsageError
 from minimind.report.findings import diagnose
 from minimind.report.history import read_runs
 from minimind.train import loop
 from tests.conftest import Launcher
+from tests.train import own_code_of_two
+from tools.forking import Nursery
 from tools.runs import PACE, SHAPE, events
 
 train: Any = training  # a package that is called like a function
@@ -142,39 +145,19 @@ def test_words_are_a_command_line(capfd: pytest.CaptureFixture[str]):
     assert capfd.readouterr().err.startswith("train_pretrain: error[E_USAGE] rank=0")
 
 
-SCRIPT = """
-import os, sys, minimind
-def on_eval(step, numbers):
-    if os.environ["RANK"] != "1":
-        return None
-    print(f"seen {numbers['val_loss']!r}")
-    return numbers["val_los"] if "--debug" in sys.argv else step >= 8
-sys.exit(minimind.train(sys.argv[1:], on_eval=on_eval))
-"""
-LOSS = """
-from torch.nn.functional import cross_entropy
-def ce(logits, targets):
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-"""
-
-
 def test_one_rank_of_two_ends_the_run_of_both_and_an_own_loss_is_that_of_one_process(
-    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launcher, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "mine.py").write_text(SCRIPT)
-    (tmp_path / "my_loss.py").write_text(LOSS)
     flags = "--dtype float32 --eval_interval 4 --eval_rows 8"
-    words = launch.command(tmp_path / "two", f"{flags} --loss my_loss:ce")
-    words.insert(2, "mine.py")
-    done = subprocess.run(
-        words, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["--deepspeed_config", str(DEFAULT_DEEPSPEED_CONFIG)]
+    words += launch.command(tmp_path / "two", f"{flags} --loss {own_code_of_two.__name__}:ce")[2:]
+    statuses, out, err = nursery.run(own_code_of_two.__name__, words, tmp_path / "said")
+    assert statuses == [0, 0], err
     (end,) = events(tmp_path / "two", "exit")
     assert (end["status"], end["reason"]) == (0, "stopped by on_eval at step 8")
     assert [one["step"] for one in events(tmp_path / "two", "eval")] == [4, 8]
     # Rank 1 is given what rank 0 wrote.
-    assert f"seen {events(tmp_path / 'two', 'eval')[0]['val_loss']!r}\n" in done.stdout
+    assert f"seen {events(tmp_path / 'two', 'eval')[0]['val_loss']!r}\n" in out
     monkeypatch.setenv("WORLD_SIZE", "1")
     alone = f"{SHAPE} {PACE} {flags} --accumulation_steps 4 --deepspeed_config none"
     alone += f" --data_path {launch.corpus} --cache_dir {launch.cache}"
@@ -204,9 +187,8 @@ def test_a_script_that_fails_before_it_trains_says_so(launch: Launcher, tmp_path
 
 @pytest.mark.long
 def test_what_one_rank_of_two_raises_ends_both_with_its_sentence(launch: Launcher, tmp_path: Path):
-    (tmp_path / "mine.py").write_text(SCRIPT)
     words = launch.command(tmp_path / "run", "--dtype float32 --eval_interval 4 --debug")
-    words.insert(2, "mine.py")
+    words.insert(2, str(Path(own_code_of_two.__file__)))
     done = subprocess.run(
         words, cwd=tmp_path, env=launch.environment(), capture_output=True, text=True, timeout=300
     )

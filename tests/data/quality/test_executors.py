@@ -43,7 +43,7 @@ def test_jobs_of_slurm_write_the_folder_of_one_process(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", os.pathsep.join(path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    monkeypatch.setattr(work_units, "SMALLEST_UNIT", 4000)
+    monkeypatch.setattr(work_units, "SMALLEST_UNIT", 30_000)  # two tasks, a process each
     texts = sentences(3, 100)
     text = write(tmp_path / "t.jsonl", [*texts, "short", *texts[:20]])
     given: dict[str, Any] = {"time": "1:00:00", "partition": "cpu", "with_srun": False}
@@ -65,7 +65,9 @@ def test_jobs_of_slurm_write_the_folder_of_one_process(tmp_path: Path, monkeypat
             filter_text(request, tmp_path / "out", cache, run=submit)
         is_up = True
         filter_text(request, tmp_path / "out", cache, run=submit)
-    assert report_of(tmp_path / "out")["removed"]["exact_duplicate"]["documents"] >= 20
+    report = report_of(tmp_path / "out")
+    assert len(report["parts"]) == 2
+    assert report["removed"]["exact_duplicate"]["documents"] >= 20
     assert run(tmp_path / "here", text, "--min_chars", 9, "--exact_dedup") == 0
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "here")
     assert (tmp_path / "calls").read_text().count("--export=ALL") == 3

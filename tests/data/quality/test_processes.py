@@ -45,8 +45,10 @@ def test_output_report_and_list_are_the_same_for_any_number(
         *("--classifier", model, "--classifier_keep", "hq=0.6", "--decontaminate", foreign),
         *("--exact_dedup", "--minhash", "--on_bad_data", "skip", "--max_bad_fraction", 0.5),
     ]
-    monkeypatch.setattr(work_units, "SMALLEST_UNIT", 20_000)
-    numbers = (1, 2, 3) if pytestconfig.getoption("--long") else (1, 3)
+    # A task costs a tenth of a second, whatever is in it.
+    is_long = pytestconfig.getoption("--long")
+    monkeypatch.setattr(work_units, "SMALLEST_UNIT", 20_000 if is_long else 200_000)
+    numbers = (1, 2, 3) if is_long else (1, 2)
     for processes in numbers:
         out = tmp_path / str(processes)
         assert run(out, text, *steps, "--processes", processes) == 0
@@ -61,7 +63,7 @@ UNITS = """
 import sys
 from minimind.cli.main import main
 from minimind.data.prepare import work_units
-work_units.SMALLEST_UNIT = 200_000
+work_units.SMALLEST_UNIT = 130_000
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -75,19 +77,12 @@ def a_text(path: Path, documents: int) -> Path:
     return write(path, [text if n % 7 else text[:50] for n, text in enumerate(texts)])
 
 
+STEPS = ["--min_chars", "60", "--rules", "gopher", "--rules_words", "plain"]
+STEPS += ["--exact_dedup", "--minhash"]
+
+
 def command(text: Path, out: Path) -> list[str]:
-    given = [
-        "data",
-        "filter",
-        str(text),
-        "--out",
-        str(out),
-        "--min_chars",
-        "60",
-        "--processes",
-        "2",
-    ]
-    given += ["--rules", "gopher", "--rules_words", "plain", "--exact_dedup", "--minhash"]
+    given = ["data", "filter", str(text), "--out", str(out), "--processes", "2", *STEPS]
     return [sys.executable, "-c", UNITS, *given]
 
 
@@ -97,11 +92,12 @@ def command(text: Path, out: Path) -> list[str]:
     [(signal.SIGINT, "parent"), (signal.SIGKILL, "worker"), (signal.SIGKILL, "parent")],
 )
 def test_after_a_stop_the_same_command_goes_on_and_ends_with_the_same_bytes(
-    stop: signal.Signals, victim: str, tmp_path: Path
+    stop: signal.Signals, victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    text, out, draft = a_text(tmp_path / "t.jsonl", 6000), tmp_path / "out", tmp_path / ".out.draft"
+    text, out, draft = a_text(tmp_path / "t.jsonl", 4200), tmp_path / "out", tmp_path / ".out.draft"
     environ = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    subprocess.run(command(text, tmp_path / "undisturbed"), env=environ, check=True)
+    monkeypatch.setattr(work_units, "SMALLEST_UNIT", 130_000)
+    assert run(tmp_path / "undisturbed", text, *STEPS) == 0
     given = {"env": environ, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command(text, out), **given) as process:
         workers: list[int] = []
