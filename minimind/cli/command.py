@@ -40,7 +40,6 @@ class Argument(Flag):
     """An argument of a command. Without a default it is required."""
 
     parse: Callable[[str], Any] | None = None  # a text as the value, in place of the type's own
-    metavar: str | None = None
     nargs: str | None = None
     const: Any = None  # the value of a flag without one, with nargs "?"
     is_positional: bool = False
@@ -346,7 +345,11 @@ def _add_argument(parser: argparse.ArgumentParser, row: Argument) -> None:
     if row.type == "bool":
         parser.add_argument(f"--{row.name}", action="store_true", **options)
         return
-    options |= {"type": row.parse or _type_of(row), "metavar": row.metavar, "nargs": row.nargs}
+    options |= {
+        "type": row.parse or _type_of(row),
+        "metavar": row.metavar or None,
+        "nargs": row.nargs,
+    }
     options |= {"choices": row.choices or None, "const": row.const}
     if row.repeats:
         options["action"] = "extend" if row.nargs else "append"
