@@ -345,12 +345,8 @@ def _add_argument(parser: argparse.ArgumentParser, row: Argument) -> None:
     if row.type == "bool":
         parser.add_argument(f"--{row.name}", action="store_true", **options)
         return
-    options |= {
-        "type": row.parse or _type_of(row),
-        "metavar": row.metavar or None,
-        "nargs": row.nargs,
-    }
-    options |= {"choices": row.choices or None, "const": row.const}
+    options |= {"type": row.parse or _type_of(row), "nargs": row.nargs, "const": row.const}
+    options |= {"metavar": row.metavar or None, "choices": row.choices or None}
     if row.repeats:
         options["action"] = "extend" if row.nargs else "append"
     if row.default is not MISSING:
