@@ -1,0 +1,181 @@
+"""Pieces that a BPE tokenizer lacks, joined from its own: learnt from a text, or tokens of a list.
+
+They are merged after all others. So a text is divided as before, and then some pieces are joined.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
+from tokenizers import models, pre_tokenizers, trainers
+
+from minimind.data.tokenizer.add_special import write_extended
+from minimind.data.tokenizer.base import Tokenizer
+from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
+from minimind.data.tokenizer.lossless import lost_bytes
+from minimind.data.tokenizer.vocabulary import (
+    BUILT_IN,
+    BYTE_NAMES,
+    FILLER_PREFIX,
+    JSON_NAME,
+    MODEL_NAME,
+    dump_json,
+)
+from minimind.errors import DataError
+
+LONGEST_TOKEN = 128  # characters; each may need a piece
+LIKE_SPECIAL = re.compile(rf"<\|.*\|>|{FILLER_PREFIX}.*")
+# Runs of letters, and of signs, with the space before them; pieces of other vocabularies are such.
+WORDS = tokenizers.Regex(r" ?[\p{L}\p{M}]+| ?[^\s\p{L}\p{M}\p{N}]+")
+ANCHOR = "\n"  # stands before a word, for some tokenizers put a space before a text
+FIRST_LETTER = 0x10000  # from here on every code point is a character
+Symbol = tuple[str, tuple[int, ...]]  # a piece, or a character spelt in bytes: its name and its ids
+
+
+def count_words(texts: Iterable[str]) -> Counter[str]:
+    """How often the texts have each word, which pieces do not cross."""
+    splitter = pre_tokenizers.Split(WORDS, "removed", invert=True)
+    return Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(text))
+
+
+def require_addable(tokenizer: Tokenizer, tokens: Sequence[str], origin: str) -> None:
+    """Raise DataError for a token, a line of the file `origin`, that cannot be added."""
+    special, seen = {*BUILT_IN, *BYTE_NAMES, *tokenizer.special_tokens()}, set[str]()
+    for line, token in enumerate(tokens, 1):
+        (ids,) = _ids(tokenizer, [token[: LONGEST_TOKEN + 1]])
+        back = tokenizer.decode(ids)
+        faults = {
+            "is empty": not token,
+            "is listed twice": token in seen,
+            f"has more than {LONGEST_TOKEN} characters": len(token) > LONGEST_TOKEN,
+            "looks like a special token": token in special or LIKE_SPECIAL.fullmatch(token),
+            f"comes back from the tokenizer as {back!r}": tokenizer.unk_id in ids
+            or lost_bytes(token, back) > 0,
+            "is one token already": len(ids) == 1,
+        }
+        if fault := next((fault for fault, is_so in faults.items() if is_so), None):
+            shown = token[:LONGEST_TOKEN]
+            raise DataError(f"{origin}:{line}: {shown!r} {fault}; take it out, or correct it")
+        seen.add(token)
+
+
+def with_pieces(
+    tokenizer: Tokenizer, words: Mapping[str, int], directory: Path, count: int | None = None
+) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:
+    """Return the tokenizer with new pieces, in `directory`, and by id the old ids that each joins.
+
+    They are the `count` pieces that are learnt from words by number of times, or without it all
+    that join each word to one. Raise DataError if there are fewer, or a word is not joined.
+    """
+    files, first = tokenizer.files(), tokenizer.vocab_size
+    values = json.loads(files.get(JSON_NAME, b"{}"))
+    model, proto = values.get("model", {}), ModelProto()
+    kind = model.get("type", "BPE")
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        kind += " with marks of words"
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        proto = ModelProto.FromString(files[MODEL_NAME])
+        kind = TrainerSpec.ModelType.Name(proto.trainer_spec.model_type)
+    if kind != "BPE":
+        raise DataError(
+            f"{tokenizer.path}: is of type {kind}, and pieces are added to type BPE only; give a"
+            " model with such a tokenizer"
+        )
+    joined, merges = _learnt(tokenizer, words, count)
+    if count is not None and len(joined) < count:
+        raise DataError(
+            f"--learn {count} is more than the {len(joined)} pieces that the text has twice; lower"
+            " it, or give more text"
+        )
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        files.pop(MODEL_NAME, None)  # it would lack them
+        # The library numbers added tokens from the size of the vocabulary on, unless it has them.
+        added = {token["content"]: token["id"] for token in values.get("added_tokens") or ()}
+        model["vocab"] = added | model["vocab"] | {n: first + at for at, n in enumerate(joined)}
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [*pairs, *merges]
+        files[JSON_NAME] = dump_json(values, indent=2)
+    else:
+        lowest = min(piece.score for piece in proto.pieces)
+        for at, name in enumerate(joined, 1):
+            proto.pieces.add(piece=name, score=lowest - at)
+        proto.trainer_spec.vocab_size = len(proto.pieces)
+        files[MODEL_NAME] = proto.SerializeToString(deterministic=True)
+    extended = write_extended(tokenizer, files, directory, "pieces", len(joined))
+    for word, ids in zip(words, _ids(extended, [*words] if count is None else []), strict=False):
+        if len(ids) == 1:
+            continue
+        raise DataError(
+            f"{word!r} cannot be one token, as {tokenizer.path} divides it before it merges; take"
+            " it out"
+        )
+    return extended, dict(enumerate(joined.values(), first))
+
+
+def _learnt(
+    tokenizer: Tokenizer, words: Mapping[str, int], count: int | None
+) -> tuple[dict[str, tuple[int, ...]], list[tuple[str, str]]]:
+    """The new pieces by name with the old ids that they join, and the pairs of names that merge.
+
+    To the trainer of the library each symbol is a letter, but a character spelt in bytes is two,
+    which it merges before all with them: of pairs as frequent it takes that of the lowest letters.
+    """
+    ids = _ids(tokenizer, [*words])
+    units = {word: _symbols(tokenizer, own) for word, own in zip(words, ids, strict=True)}
+    symbols = {one for unit in units.values() for one in unit}
+    spelt = sorted(one for one in symbols if tokenizer.piece_id(one[0]) is None)
+    parts = [*spelt, *[("", ())] * len(spelt), *sorted(symbols - {*spelt})]
+    made: dict[str, Symbol] = {chr(FIRST_LETTER + at): one for at, one in enumerate(parts)}
+    letters = {one: letter for letter, one in made.items()}
+    letters |= {one: letters[one] + chr(ord(letters[one]) + len(spelt)) for one in spelt}
+    texts = {"".join(letters[one] for one in unit): words[word] for word, unit in units.items()}
+    most, fewest = (sum(map(len, texts)), 1) if count is None else (2 * count, 2)
+    options: dict[str, Any] = {"vocab_size": len(made) + most, "min_frequency": fewest}
+    library = tokenizers.Tokenizer(models.BPE())
+    trainer = trainers.BpeTrainer(show_progress=False, **options)
+    library.train_from_iterator((text for text, n in texts.items() for _ in range(n)), trainer)
+    joined: dict[str, tuple[int, ...]] = {}
+    merges: dict[tuple[str, str], None] = {}
+    for left, right in json.loads(library.to_str())["model"]["merges"]:
+        if len(joined) == count:
+            break
+        (name, ids), (rest, others) = made[left], made[right]
+        made[left + right] = (name + rest, ids + others)
+        if rest:  # else the two letters of a character, which takes no merge
+            merges[name, rest] = None
+        if tokenizer.piece_id(name + rest) is None:
+            joined.setdefault(name + rest, ids + others)
+    return joined, [*merges]
+
+
+def _ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """The ids of each word inside of a text."""
+    before, *after = tokenizer.encode_arrays([ANCHOR, *(ANCHOR + word for word in words)], 1)
+    size = len(before)
+    return [
+        ids[size:].tolist() if (ids[:size] == before).all() else tokenizer.encode(word)
+        for word, ids in zip(words, after, strict=True)
+    ]
+
+
+def _symbols(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[Symbol, ...]:
+    """The pieces of a word with these ids, and the characters that it spells in bytes."""
+    symbols: list[Symbol] = []
+    spelt: list[tuple[int, int]] = []  # ids and bytes of a character
+    for i in ids:
+        name = tokenizer.piece_name(i) or ""
+        if name not in BYTE_NAMES:
+            symbols.append((name, (i,)))
+            continue
+        spelt.append((i, BYTE_NAMES.index(name)))
+        if character := bytes(byte for _, byte in spelt).decode(errors="ignore"):
+            symbols.append((character, tuple(one for one, _ in spelt)))
+            spelt = []
+    return (*symbols,)
