@@ -232,7 +232,7 @@ def _extend(args: Extend, weights: Weights) -> str:
         f"vocabulary {before.vocab_size:,} -> {after.vocab_size:,}, embedding {rows:,} ->"
         f" {grown.config.vocab_size:,} rows: a new row is the mean of those that it joins",
         f"{old.tokens:,} -> {new.tokens:,} tokens, {old.bytes_per_token:.3f} ->"
-        f" {new.bytes_per_token:.3f} bytes per token on {mebibytes(new.bytes)} of"
+        f" {new.bytes_per_token:.3f} bytes per token on {new.bytes:,} bytes of"
         f" {'held-out' if reader.held_out else 'that'} text",
     ]
     return "\n".join(lines if texts else lines[:2])

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 from tokenizers import models, pre_tokenizers, trainers
@@ -109,12 +110,11 @@ def with_pieces(
         proto.trainer_spec.vocab_size = len(proto.pieces)
         files[MODEL_NAME] = proto.SerializeToString(deterministic=True)
     extended = write_extended(tokenizer, files, directory, "pieces", len(joined))
-    for word, ids in zip(words, _ids(extended, [*words] if count is None else []), strict=False):
-        if len(ids) == 1:
-            continue
+    listed = [*words] if count is None else []
+    if apart := [w for w, ids in zip(listed, _ids(extended, listed), strict=True) if len(ids) > 1]:
         raise DataError(
-            f"{word!r} cannot be one token, as {tokenizer.path} divides it before it merges; take"
-            " it out"
+            f"{apart[0]!r} cannot be one token, as {tokenizer.path} divides it before it merges;"
+            " take it out"
         )
     return extended, dict(enumerate(joined.values(), first))
 
@@ -127,20 +127,22 @@ def _learnt(
     To the trainer of the library each symbol is a letter, but a character spelt in bytes is two,
     which it merges before all with them: of pairs as frequent it takes that of the lowest letters.
     """
-    ids = _ids(tokenizer, [*words])
-    units = {word: _symbols(tokenizer, own) for word, own in zip(words, ids, strict=True)}
+    ids = zip(words, _ids(tokenizer, [*words]), strict=True)
+    units = {word: _symbols(tokenizer, own) for word, own in ids if tokenizer.unk_id not in own}
     symbols = {one for unit in units.values() for one in unit}
     spelt = sorted(one for one in symbols if tokenizer.piece_id(one[0]) is None)
     parts = [*spelt, *[("", ())] * len(spelt), *sorted(symbols - {*spelt})]
     made: dict[str, Symbol] = {chr(FIRST_LETTER + at): one for at, one in enumerate(parts)}
     letters = {one: letter for letter, one in made.items()}
     letters |= {one: letters[one] + chr(ord(letters[one]) + len(spelt)) for one in spelt}
-    texts = {"".join(letters[one] for one in unit): words[word] for word, unit in units.items()}
+    texts: Counter[str] = Counter()
+    for word, unit in units.items():
+        texts["".join(letters[one] for one in unit)] += words[word]
     most, fewest = (sum(map(len, texts)), 1) if count is None else (2 * count, 2)
     options: dict[str, Any] = {"vocab_size": len(made) + most, "min_frequency": fewest}
     library = tokenizers.Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(show_progress=False, **options)
-    library.train_from_iterator((text for text, n in texts.items() for _ in range(n)), trainer)
+    library.train_from_iterator(texts.elements(), trainer)
     joined: dict[str, tuple[int, ...]] = {}
     merges: dict[tuple[str, str], None] = {}
     for left, right in json.loads(library.to_str())["model"]["merges"]:
@@ -160,7 +162,7 @@ def _ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     before, *after = tokenizer.encode_arrays([ANCHOR, *(ANCHOR + word for word in words)], 1)
     size = len(before)
     return [
-        ids[size:].tolist() if (ids[:size] == before).all() else tokenizer.encode(word)
+        ids[size:].tolist() if np.array_equal(ids[:size], before) else tokenizer.encode(word)
         for word, ids in zip(words, after, strict=True)
     ]
 
