@@ -154,6 +154,11 @@ def which_memory(error: BaseException) -> str:
     return "device" if is_typed or has_message else ""
 
 
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether it is what torch.compile raises if a compiler fails, or was killed."""
+    return any(kind.__name__ == "BackendCompilerFailed" for kind in type(error).__mro__)
+
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # What the surroundings refuse for a path, not what a program forgot.
 OF_DISK = (

@@ -105,7 +105,7 @@ OFF = """
     runtime.filesystem runtime.download runtime.object_cache cli sweep config.stages
     data.rows.stages data.prepare.mixed config.tasks train.patience train.rollback train.scores
     inference.scores inference.own_tasks inference.questions inference.lm_eval_tasks
-    inference.shared_lm
+    inference.shared_lm train.teacher model.distillation
 """.split()
 OF_OFF = {
     "bitsandbytes",

@@ -185,6 +185,7 @@ def measure(
         "through": dict(watch.through),
         "reduce_bucket": zero["reduce_bucket_size"],
         "overlap": zero["overlap_comm"],
+        "persistence_threshold": zero["stage3_param_persistence_threshold"],
     }
 
 

@@ -8,9 +8,10 @@ DeepSpeed 0.19.8 does, and its source where it differs; tests measure both on tw
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from minimind.architecture.shape import Shape, Sizes, elements, flops_per_token
+from minimind.architecture.shape import Shape, flops_per_token
 from minimind.config.flags import MIXED
 from minimind.config.optimizers import OPTIMIZERS, STACKS
 from minimind.model.sizes import LOSS_CHUNK, MIN_FLEX_HEAD_DIM, MIN_FLEX_LENGTH
@@ -42,6 +43,7 @@ class Layout:
     moments: int = 2  # fp32 numbers kept per weight; Muon keeps one fewer for matrices of blocks
     # full, chunked, or auto: chunked on a GPU if nothing is compiled; or MODULE:FUNCTION
     loss: str = "full"
+    teacher: int = 0  # weights of --teacher, of which every process has all
     sequence: int = 1  # processes that divide the positions of a row
     tensor: int = 1  # processes that share each matrix of a block
     # Elements at stage 3, DeepSpeed's defaults: of all gathered weights, and of the largest weight
@@ -75,7 +77,7 @@ class Layout:
     @property
     def chunks_loss(self) -> bool:
         """Whether the loss computes LOSS_CHUNK positions at a time."""
-        is_eager_gpu = self.device != "cpu" and not self.is_compiled
+        is_eager_gpu = self.device != "cpu" and not self.is_compiled and not self.teacher
         return self.loss == "chunked" or (self.loss == "auto" and is_eager_gpu)
 
 
@@ -117,6 +119,7 @@ def memory(shape: Shape, layout: Layout) -> Memory:
         return replace(needed, update=max(needed.update, saving_bytes(part, ranks)))
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
     needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
+    needed = replace(needed, weights=needed.weights + BYTES[layout.dtype] * layout.teacher)
     average = layout.averages * FP32 * shape.trained.parameters // layout.shards
     extra = _temporaries(shape, layout) if layout.stage != 0 else 0  # there _replicated adds it
     update = needed.update + max(0, extra)
@@ -137,10 +140,10 @@ def _parts(shape: Shape, layout: Layout) -> tuple[int, int]:
         muon, others = trained.matrices, trained.tables
     n = layout.shards
 
-    def part(sizes: Sizes) -> int:
+    def part(sizes: Iterable[int]) -> int:
         if layout.stage == 3:
-            return sum(count * -(-size // n) for size, count in sizes)
-        return 2 * -(-elements(sizes) // (2 * n)) if layout.stage else elements(sizes)
+            return sum(-(-size // n) for size in sizes)
+        return 2 * -(-sum(sizes) // (2 * n)) if layout.stage else sum(sizes)
 
     return part(muon), part(others) + part(trained.vectors)
 
@@ -169,7 +172,7 @@ def _temporaries(shape: Shape, layout: Layout) -> int:
         copies = row.copies + is_on_cpu * row.copies_on_cpu
         return copies * FP32 * (part if layout.stage else shape.trained.largest)
     b, matrix = layout.iteration, shape.dim * max(shape.q_dim, shape.hidden_dim)
-    matrices = elements(shape.trained.matrices)
+    matrices = sum(shape.trained.matrices)
     stack = max(matrix, min(STACKS.get(layout.device, 0), matrices))
     iterated = (FP32 + 2 * b) * stack
     if not layout.stage:
@@ -321,12 +324,15 @@ def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
     """Bytes of the loss of `tokens` positions, or of a chunk of them, at its peak.
 
     Eager: fp32 log-probabilities and two gradients of that size. Compiled: the logits and their
-    gradient in the dtype of products. A loss of the user's own is not compiled.
+    gradient in the dtype of products. A loss of the user's own is not compiled. With a teacher: the
+    logits of both, two log-probabilities of the student, and four tensors of `kl_div`, all fp32.
     """
     if layout.chunks_loss:
         tokens = min(tokens, LOSS_CHUNK)
     is_fused = layout.is_compiled and ":" not in layout.loss
     per_logit = 2 * layout.product if is_fused else 3 * FP32
+    if layout.teacher:
+        per_logit = 2 * layout.product + 6 * FP32
     return tokens * shape.vocab_size * per_logit
 
 
@@ -359,9 +365,8 @@ def bytes_sent(shape: Shape, layout: Layout) -> int:
     if layout.stage in (None, 0):
         passes = 2 * p
     elif layout.stage == 3:
-        weights = [*shape.tables, *shape.matrices, *shape.vectors]
-        small = [weight for weight in weights if weight[0] <= layout.param_persistence_threshold]
-        kept = sum(count * n * -(-size // n) for size, count in small)
+        threshold = layout.param_persistence_threshold
+        kept = sum(n * -(-size // n) for size in shape.named.values() if size <= threshold)
         frozen = shape.parameters - p
         passes = micro_batches * (2 * padded + frozen - kept) + kept
     else:

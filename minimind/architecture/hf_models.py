@@ -97,7 +97,7 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
         if own_loss is None:
             loss_sum, targets = next_token_loss(logits, targets_BT, by_row=loss_by_row)
         else:
-            loss_sum, targets = own_sum(own_loss, logits, targets_BT)
+            loss_sum, targets = own_sum(own_loss, logits, targets_BT, loss_by_row)
         return MiniMindOutput(loss_sum=loss_sum, targets=targets)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
@@ -130,7 +130,7 @@ def require_separate_documents(model: Any) -> None:
     if (whole - alone).abs().max() > 1e-5 * alone.abs().max():
         raise UsageError(
             f"{type(model).__name__} of transformers does not keep the documents of a row apart,"
-            " which --task sft needs; name another model"
+            " which --task sft and --doc_mask need; name another model"
         )
 
 

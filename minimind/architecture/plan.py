@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,13 @@ MOST_ROWS = 2**20  # that are tried
 WIDTH = 75  # columns for the flags of a command
 
 
-def plan(argv: Sequence[str], machine: Machine) -> str:
-    """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError."""
+def plan(
+    argv: Sequence[str], machine: Machine, sized: Callable[[RunConfig], RunConfig] = lambda run: run
+) -> str:
+    """Return the output of `minimind plan` for flags of train_pretrain.py; raise UsageError.
+
+    `sized` counts the weights of a teacher.
+    """
     known = [f"--{flag}" for flag in (*OWN_FLAGS, *FLAGS)]
     faults = []
     for word in argv:
@@ -78,15 +83,16 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     if faults:
         raise fault_error(faults)
     run = parse_flags(argv)
+    run = sized(run) if run.teacher else run
     if run.hugging_face is not None:
         raise UsageError(
-            f"plan only estimates the built-in decoder, and --model {run.model} is from"
-            " transformers; give the flags of a decoder of its shape"
+            f"minimind plan estimates only the built-in decoder, but --model {run.model} is a model"
+            " of transformers; give the flags of a decoder of its shape"
         )
     if run.init_from is not None:
         raise UsageError(
-            "plan does not read weights, so --init_from has no effect; give the flags of its shape,"
-            " or run the command itself with --dry_run"
+            "minimind plan does not read weights, so --init_from has no effect; give the flags of"
+            " its shape, or start the run with --dry_run"
         )
     text = None
     if run.source or run.stages or run.is_explicit("data_path"):
@@ -96,15 +102,13 @@ def plan(argv: Sequence[str], machine: Machine) -> str:
     if text and not run.is_explicit("vocab_size"):
         run = run.with_values(Origin("the text", Rank.DATA), vocab_size=text["vocab_size"])
     run, vocabulary = with_special_tokens(run)
-    if run.freeze:
-        trained_parameters(run, shape_of(run).named)
     path = run.deepspeed_config or os.path.relpath(DEFAULT_DEEPSPEED_CONFIG)
     device = "cuda" if run.device == "auto" else run.device
     if device in ALONE:
         path = "none"
         if machine.gpus > 1:
             raise UsageError(
-                f"gpus = {machine.gpus}, and a run on {device} has one process; give --gpus 1"
+                f"--gpus {machine.gpus}: a run on {device} has one process; give --gpus 1"
             )
     run = with_dtype(run, device, has_bf16=True)  # the devices of a plan may be elsewhere
     config: Mapping[str, Any] = {}
@@ -229,9 +233,10 @@ def plan_text(
     spared = ", less what is frozen" if run.freeze else ""
     padding = run.padded_rows(world_size) - run.rows_per_step(world_size)
     more = f", and {padding * run.max_seq_len:,} of padding" if padding else ""
+    taught = f"; of the teacher {run.teacher_weights:,}" if run.teacher else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"
-        f" and head {shape.embedding:,}, all norms {shape.norms:,}",
+        f" and head {shape.embedding:,}, all norms {shape.norms:,}{taught}",
         f"step        {here.rows} rows x {run.max_seq_len} tokens x accumulation"
         f" {run.accumulation_steps} x {data_size} processes = {tokens:,} tokens{more}",
         f"FLOPs       {flops / 1e9:.3g} G per token (6 x {active}weights + 12 x layers x {heads}"
@@ -246,8 +251,8 @@ def plan_text(
         )
     if run.freeze:
         lines.append(
-            f"trained     {shape.trained.parameters:,} of the parameters; activations count as if"
-            " all were"
+            f"trained     {trained_parameters(run, shape.named):,} of the parameters; activations"
+            " count as if all were"
         )
     if run.own_loss:
         lines.append(
@@ -282,6 +287,7 @@ def layout_of(run: RunConfig, world_size: int, config: Mapping[str, Any], device
         optimizer=run.optimizer,
         moments=0 if run.optimizer_values.get("sgd_momentum") == 0 else len(row.state),
         loss=run.loss,
+        teacher=run.teacher_weights,
         sequence=run.sequence_parallel,
         tensor=run.tensor_parallel,
         max_live_parameters=int(zero.get("stage3_max_live_parameters", 10**9)),

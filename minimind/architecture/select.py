@@ -214,7 +214,7 @@ class HuggingFace:
         if model is not None and not model.supports_gradient_checkpointing:
             raise UsageError(
                 f"gradient_checkpointing = True ({run.sources['gradient_checkpointing']}), which"
-                f" {type(model).__name__} of transformers does not support; drop it"
+                f" {type(model).__name__} of transformers does not support; remove it"
             )
 
     def build(self, run: RunConfig, tokenizer: Tokenizer) -> Any:

@@ -6,21 +6,43 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from minimind.config.flags import FLAGS
-from minimind.config.names import closest
 from minimind.config.origin import BY_TASK
 from minimind.config.run_config import RunConfig
 from minimind.errors import UsageError
 
-Sizes = list[tuple[int, int]]  # elements of a weight, and how many weights have as many
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def elements(sizes: Sizes) -> int:
-    """Elements of all weights of `sizes`."""
-    return sum(size * count for size, count in sizes)
+class Sizes(NamedTuple):
+    """Elements of each weight: embedding and head, matrices of blocks, gains and biases."""
+
+    tables: list[int]
+    matrices: list[int]
+    vectors: list[int]
+
+    @classmethod
+    def of(cls, named: Mapping[str, int]) -> Sizes:
+        """Those of weights by name."""
+        sizes = cls([], [], [])
+        for name, size in named.items():
+            is_vector = "norm" in name or name.endswith("bias")
+            kind = sizes.tables if name in (EMBEDDING, HEAD) else sizes.matrices
+            (sizes.vectors if is_vector else kind).append(size)
+        return sizes
+
+    @property
+    def parameters(self) -> int:
+        return sum(chain(*self))
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest single weight."""
+        return max(chain(*self), default=0)
 
 
 @dataclass(frozen=True)
@@ -65,130 +87,66 @@ class Shape:
     @property
     def embedding(self) -> int:
         """Parameters of the token embedding and the output head; a tied one counts once."""
-        return elements(self.tables)
+        return sum(self.sizes.tables)
 
     @property
     def layer(self) -> int:
         """Parameters of one block: q and o, k and v, SwiGLU or its experts and gate, norms."""
-        return (self.hidden_matrices + elements(self.vectors) - self.dim) // self.n_layers
+        return (self.hidden_matrices + sum(self.sizes.vectors) - self.dim) // self.n_layers
 
     @property
     def hidden_matrices(self) -> int:
         """Parameters of the matrices of all blocks."""
-        return elements(self.matrices)
-
-    @property
-    def tables(self) -> Sizes:
-        """The token embedding and the output head; a tied one counts once."""
-        return [(self.vocab_size * self.dim, 1 if self.tie_word_embeddings else 2)]
-
-    @property
-    def matrices(self) -> Sizes:
-        """The matrices of all blocks."""
-        experts = self.n_routed_experts + self.n_shared_experts if self.use_moe else 1
-        return [(size, self.n_layers * count) for size, count in self._matrices(experts)]
-
-    @property
-    def vectors(self) -> Sizes:
-        """Gains of the norms, and biases."""
-        blocks = self.n_layers
-        return [
-            *((self.dim, 2 * blocks + 1), (self.head_width, 2 * blocks * self.qk_norm)),
-            *((self.q_dim, blocks * self.qkv_bias), (self.kv_dim, 2 * blocks * self.qkv_bias)),
-        ]
-
-    @property
-    def active(self) -> int:
-        """Parameters of one block that multiply a token."""
-        return elements(self._matrices(self.visits))
+        return sum(self.sizes.matrices)
 
     @property
     def visits(self) -> int:
         """Feed-forward networks that a token passes through in one block."""
         return self.num_experts_per_tok + self.n_shared_experts if self.use_moe else 1
 
-    def _matrices(self, experts: int) -> Sizes:
-        """The matrices of one block: of attention, of the experts, and the experts' gate."""
-        widths = ((self.q_dim, 2), (self.kv_dim, 2), (self.hidden_dim, 3 * experts))
-        gate = (self.n_routed_experts, int(self.use_moe))
-        return [(self.dim * width // self.tensor, count) for width, count in (*widths, gate)]
-
     @property
     def norms(self) -> int:
         """Parameters of all norms: two of a block, one each of a head's query and key, the last."""
-        of_block = 2 * self.dim + self.qk_norm * 2 * self.head_width
-        return self.n_layers * of_block + self.dim
+        return sum(size for name, size in self.named.items() if "norm" in name)
 
     @property
     def parameters(self) -> int:
-        return elements([*self.tables, *self.matrices, *self.vectors])
+        return self.sizes.parameters
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest single weight."""
-        matrix = max(self.hidden_dim, self.q_dim) // self.tensor
-        return self.dim * max(self.vocab_size, matrix)
-
-    @property
+    @cached_property
     def named(self) -> dict[str, int]:
-        """Elements of each weight by its name in the model, in its order."""
-        n = self.tensor
+        """Elements of each weight by its name in the model; a tied head has none."""
         widths = {"q": self.q_dim, "k": self.kv_dim, "v": self.kv_dim, "o": self.q_dim}
-        block = {"input_layernorm.weight": self.dim}
+        block = {"input_layernorm.weight": self.dim, "post_attention_layernorm.weight": self.dim}
         for name, width in widths.items():
-            block[f"self_attn.{name}_proj.weight"] = self.dim * width // n
+            block[f"self_attn.{name}_proj.weight"] = self.dim * width // self.tensor
             if self.qkv_bias and name != "o":
                 block[f"self_attn.{name}_proj.bias"] = width
         if self.qk_norm:
-            norms = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-            block |= dict.fromkeys(norms, self.head_width)
-        block["post_attention_layernorm.weight"] = self.dim
-        networks = ["mlp."]
+            block |= {f"self_attn.{name}_norm.weight": self.head_width for name in "qk"}
+        networks = ["mlp"]
         if self.use_moe:
-            block["mlp.gate.weight"] = self.dim * self.n_routed_experts // n
-            networks = [f"mlp.experts.{k}." for k in range(self.n_routed_experts)]
-            networks += [f"mlp.shared_experts.{k}." for k in range(self.n_shared_experts)]
+            block["mlp.gate.weight"] = self.dim * self.n_routed_experts // self.tensor
+            networks = [f"mlp.experts.{k}" for k in range(self.n_routed_experts)]
+            networks += [f"mlp.shared_experts.{k}" for k in range(self.n_shared_experts)]
         for network in networks:
             for name in ("gate", "up", "down"):
-                block[f"{network}{name}_proj.weight"] = self.dim * self.hidden_dim // n
-        table = self.vocab_size * self.dim
-        found = {"model.embed_tokens.weight": table}
+                block[f"{network}.{name}_proj.weight"] = self.dim * self.hidden_dim // self.tensor
+        found = {EMBEDDING: self.vocab_size * self.dim, "model.norm.weight": self.dim}
         for layer in range(self.n_layers):
             found |= {f"model.layers.{layer}.{name}": size for name, size in block.items()}
-        found["model.norm.weight"] = self.dim
-        return found if self.tie_word_embeddings else {**found, "lm_head.weight": table}
+        return found if self.tie_word_embeddings else {**found, HEAD: found[EMBEDDING]}
 
-    @property
-    def trained(self) -> Trained:
-        """What is trained of the weights."""
-        return _trained(self)
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of all weights."""
+        return Sizes.of(self.named)
 
-
-@dataclass(frozen=True)
-class Trained:
-    """Sizes of the weights that are trained, as those of `Shape`."""
-
-    tables: Sizes
-    matrices: Sizes
-    vectors: Sizes
-    largest: int
-
-    @property
-    def parameters(self) -> int:
-        return elements([*self.tables, *self.matrices, *self.vectors])
-
-
-@cache
-def _trained(shape: Shape) -> Trained:
-    if not shape.freeze:
-        return Trained(shape.tables, shape.matrices, shape.vectors, shape.largest)
-    kinds: tuple[Sizes, Sizes, Sizes] = [], [], []
-    for name, size in shape.named.items():
-        if not is_frozen(name, shape.freeze):
-            is_table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-            is_vector = "norm" in name or name.endswith("bias")
-            kinds[0 if is_table else 2 if is_vector else 1].append((size, 1))
-    return Trained(*kinds, max(size for kind in kinds for size, _ in kind))
+    @cached_property
+    def trained(self) -> Sizes:
+        """Sizes of the weights that are trained."""
+        names = (name for name in self.named if not is_frozen(name, self.freeze))
+        return Sizes.of({name: self.named[name] for name in names})
 
 
 def is_frozen(name: str, patterns: Iterable[str] | None) -> bool:
@@ -203,29 +161,18 @@ def trained_parameters(run: RunConfig, sizes: Mapping[str, int]) -> int:
     """
     where = run.sources["freeze"]
     for pattern in run.freeze or ():
-        if not any(fnmatchcase(name, pattern) for name in sizes):
-            raise UsageError(
-                f"freeze = {pattern} ({where}) is the name of no parameter; {_near(pattern, sizes)}"
-            )
+        if not any(is_frozen(name, [pattern]) for name in sizes):
+            wider = (f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")
+            every = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in sizes))
+            known = f"they are {every} (N counts from 0, and a tied head is the embedding)"
+            near = [one for one in wider if any(is_frozen(name, [one]) for name in sizes)]
+            hint = f"did you mean '{near[0]}'?" if near else known
+            raise UsageError(f"freeze = {pattern} ({where}) is the name of no parameter; {hint}")
     trained = sum(size for name, size in sizes.items() if not is_frozen(name, run.freeze))
     if not trained:
         patterns = " ".join(run.freeze or ())
         raise UsageError(f"freeze = {patterns} ({where}) leaves nothing to train; drop a pattern")
     return trained
-
-
-def _near(pattern: str, names: Mapping[str, int]) -> str:
-    """Suggest a pattern that has parameters for one without; else list all names."""
-    for wider in (f"*{pattern}", f"{pattern}*", f"*{pattern}*"):
-        if any(fnmatchcase(name, wider) for name in names):
-            return f"did you mean {wider}?"
-    stem = pattern.strip("*.")
-    parts = [name.split(".") for name in names]
-    known = {".".join(one[: stem.count(".") + 1]) for one in parts} | {*chain(*parts)}
-    if found := closest(stem, sorted(known)):
-        return f"did you mean {pattern.replace(stem, found)}?"
-    every = dict.fromkeys(re.sub(r"\d+", "N", name) for name in names)
-    return f"they are {', '.join(every)} (N counts from 0, and a tied head is the embedding)"
 
 
 def shape_of(run: RunConfig) -> Shape:
@@ -257,7 +204,7 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
         if run.is_explicit("vocab_size") and before != tokenizer.vocab_size:
             raise UsageError(
                 f"vocab_size = {before} ({source}), but --tokenizer {run.tokenizer} has"
-                f" {tokenizer.vocab_size}; drop one of the two"
+                f" {tokenizer.vocab_size}; remove one of them"
             )
         template, name, _ = chosen_template(run.chat_template, tokenizer)
         names = special_names(template, tokenizer, name)
@@ -266,37 +213,25 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
     return run, f"vocabulary  {before:,} and {added} special tokens of the chat template\n"
 
 
+@cache
 def flops_per_token(shape: Shape) -> int:
     """FLOPs of one token's forward and backward pass: 6 M + 12 layers q_dim T.
 
     As in PaLM, appendix B (Chowdhery et al. 2022), and Kaplan et al. (2020): M counts the weights
     that multiply a token (with the head; without embedding, norms and experts not visited), and
-    attention counts all T positions, although a causal kernel computes half of them. Less what
-    --freeze spares (`_spared`).
+    attention counts all T positions, although a causal kernel computes half of them. A frozen
+    weight spares its gradient, 2 M. Blocks below the lowest one with a trained weight spare the
+    gradients of their inputs, too, 2 M + 8 q_dim T a block, unless the embedding is trained.
     """
-    matrices = shape.n_layers * shape.active + shape.vocab_size * shape.dim
-    attention = 12 * shape.n_layers * shape.q_dim * shape.max_seq_len
-    return 6 * matrices + attention - (_spared(shape) if shape.freeze else 0)
-
-
-@cache
-def _spared(shape: Shape) -> int:
-    """FLOPs of a token that are not computed: the gradients of frozen matrices, 2 for a weight.
-
-    Below the lowest block with a trained weight neither are those of inputs, 2 for a weight and 8
-    q_dim T; within that block they count as computed.
-    """
-    frozen = {name: size for name, size in shape.named.items() if is_frozen(name, shape.freeze)}
-    trained = [name for name in shape.named if name not in frozen]
-    blocks = [int(name.split(".")[2]) for name in trained if ".layers." in name]
-    below = min(blocks, default=shape.n_layers)
-    if "model.embed_tokens.weight" in trained:
-        below = 0
-    head = "model.embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"
-    visited = shape.num_experts_per_tok / shape.n_routed_experts
-    weights = sum(
-        size * (visited if ".experts." in name else 1)
-        for name, size in frozen.items()
-        if name == head or name.endswith(("proj.weight", "gate.weight"))
-    )
-    return 2 * round(weights) + below * (2 * shape.active + 8 * shape.q_dim * shape.max_seq_len)
+    named, head = shape.named, EMBEDDING if shape.tie_word_embeddings else HEAD
+    trained = {name for name in named if not is_frozen(name, shape.freeze)}
+    layers = {name: int(name.split(".")[2]) for name in named if ".layers." in name}
+    lowest = min((layers[name] for name in trained & layers.keys()), default=shape.n_layers)
+    lowest = 0 if EMBEDDING in trained else lowest
+    visited, products = shape.num_experts_per_tok / shape.n_routed_experts, 0.0
+    for name, size in named.items():
+        if name == head or name.endswith(("proj.weight", "gate.weight")):
+            passes = 1 + (layers.get(name, shape.n_layers) >= lowest) + (name in trained)
+            products += passes * size * (visited if ".experts." in name else 1)
+    attention = shape.q_dim * shape.max_seq_len * (12 * shape.n_layers - 8 * lowest)
+    return 2 * round(products) + attention

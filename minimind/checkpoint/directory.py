@@ -283,7 +283,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[Difference]:
 
 def difference_table(changed: list[Difference], allowed: Set[str]) -> list[str]:
     """Table of changed values, old and new, with the flag that allows each."""
-    rows = [("changed", "checkpoint", "this run", "let through by")]
+    rows = [("changed", "checkpoint", "this run", "allowed by")]
     for change in changed:
         by = f"--allow_change {change.group}" + (" (given)" if change.group in allowed else "")
         old, new = (shorten_line(str(value), 32) for value in (change.old, change.new))
@@ -308,7 +308,7 @@ def require_same_run(
     if refused:
         groups = ",".join(dict.fromkeys(change.group for change in changed))
         text = "; ".join(map(str, refused))
-        back = "give the old values back"
+        back = "restore the old values"
         if rows := [change for change in refused if change.name == "rows_per_step"]:
             text += "; rows_per_step is --batch_size x --accumulation_steps x processes, or"
             text += " --global_batch_size"
@@ -319,7 +319,7 @@ def require_same_run(
                 back += f" (--global_batch_size {rows[0].old})"
         raise CheckpointError(
             f"{directory} belongs to another run ({text}); {back},"
-            f" allow it by --allow_change {groups}, or start afresh in another --out_dir",
+            f" add --allow_change {groups}, or start afresh in another --out_dir",
             table=difference_table(changed, allowed),
         )
     return changed

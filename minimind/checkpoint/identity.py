@@ -17,7 +17,7 @@ from minimind.config.loss_weights import loss_weights
 from minimind.config.run_config import PROJECT, RunConfig
 from minimind.config.schedule import Schedule
 from minimind.data.prepare.prepared import Prepared
-from minimind.data.rows.order import Order, Ranges, count_rows
+from minimind.data.rows.order import Order, count_rows
 from minimind.engine.build import Engine
 from minimind.runtime import disk
 from minimind.runtime.device import device_kind
@@ -36,6 +36,8 @@ def identity(
 
     `model` holds those of the architecture.
     """
+    frozen = sorted(n for n, p in engine.model.named_parameters() if not p.requires_grad)
+    left_out = order.left_out
     groups: dict[str, dict[str, Any]] = {
         "batch": {"rows_per_step": order.rows_per_step, "max_seq_len": run.max_seq_len},
         "schedule": {
@@ -57,27 +59,21 @@ def identity(
             **({} if run.ema is None else {"ema": run.ema}),
             **({"dropout": run.dropout} if run.dropout else {}),
             **({} if run.mup_base_dim is None else {"mup_base_dim": run.mup_base_dim}),
-            **({"freeze": _frozen(engine)} if run.freeze else {}),
+            **({"freeze": _brief(f"{len(frozen)} parameters", frozen)} if run.freeze else {}),
         },
         "data": {
             "sha256": prepared.manifest["fingerprint"],
             "weights": order.mixture and list(order.mixture.weights),
-            **({"rows_left_out": _brief(order.left_out)} if order.left_out else {}),
+            **({"rows_left_out": _brief(str(count_rows(left_out)), left_out)} if left_out else {}),
         },
         "tokenizer": {"sha256": prepared.tokenizer.fingerprint, **_template(run, prepared)},
-        "model": model | _own_loss(run),
+        "model": model | _own_loss(run, engine),
         "dtype": {"dtype": "tf32" if run.tf32 else run.dtype},
         "seed": {"seed": run.seed},
     }
     for group, values in order.stages_json().items():
         groups[group] |= values
     return masked_values(groups)
-
-
-def _frozen(engine: Engine) -> str:
-    """`3 parameters (1f2e3d4c)`: the number of those that are not trained, and a digest of them."""
-    names = sorted(n for n, p in engine.model.named_parameters() if not p.requires_grad)
-    return f"{len(names)} parameters ({sha256(json.dumps(names).encode()).hexdigest()[:8]})"
 
 
 def _template(run: RunConfig, prepared: Prepared) -> dict[str, Any]:
@@ -98,8 +94,10 @@ def _loss_weights(run: RunConfig, prepared: Prepared) -> dict[str, list[float]]:
     return {"loss_weights": [*(loss_weights(run.loss_weight, names) or ())]}
 
 
-def _own_loss(run: RunConfig) -> dict[str, str]:
-    """Name of a loss of the user's own, and a digest of its module."""
+def _own_loss(run: RunConfig, engine: Engine) -> dict[str, str]:
+    """Name of a loss that is not the cross-entropy, with a digest of its module or its teacher."""
+    if engine.distillation:
+        return {"loss": engine.distillation.name}
     if run.own_loss is None:
         return {}
     from minimind.model.own_loss import OwnLoss
@@ -107,10 +105,9 @@ def _own_loss(run: RunConfig) -> dict[str, str]:
     return {"loss": f"{run.own_loss} ({OwnLoss.imported(run.own_loss).digest()[:8]})"}
 
 
-def _brief(left_out: Ranges) -> str:
-    """`3 (1f2e3d4c)`: the number of the rows left out, and a digest of them."""
-    digest = sha256(json.dumps(left_out).encode()).hexdigest()
-    return f"{count_rows(left_out)} ({digest[:8]})"
+def _brief(count: str, these: Any) -> str:
+    """`3 (1f2e3d4c)`: a number of things, and a digest of them."""
+    return f"{count} ({sha256(json.dumps(these).encode()).hexdigest()[:8]})"
 
 
 def _decay(schedule: Schedule) -> dict[str, Any]:

@@ -111,8 +111,7 @@ def resume(
         ranks,
         lambda: require_same_run(path, manifest["identity"], identity, allowed, accumulation_steps),
     )
-    thaws = any((one.group, one.name) == ("lr", "freeze") for one in changed)
-    _load(engine, ranks, path, manifest, thaws)
+    _load(engine, ranks, path, manifest)
     on_rank_0(ranks, lambda: _set_aside_others(root, path, {bad.path for bad in rejected}))
     state = TrainState(manifest["step"], manifest["tokens"])
     return Resumed(state, path, rejected, manifest, changed)
@@ -214,7 +213,7 @@ def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
     return run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size), first_damage)
 
 
-def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any], thaws: bool) -> None:
+def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:
     saved = on_rank_0(ranks, lambda: read_state(path, manifest))
     state = engine.state()
     if wrong := shape_mismatches(saved["parameters"], state.shapes(engine.model)):
@@ -237,7 +236,8 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any], th
         buffers_of_model = dict(engine.model.named_buffers())
         buffers = read_buffers(path / BUFFERS, buffers_of_model)
         shards = ShardFiles(path, manifest["world_size"], slices)
-        state.fill(_reader(shards, state, thaws), saved["optimizer_step"])
+        has_frozen = "freeze" in manifest["identity"].get("lr", {})
+        state.fill(_reader(shards, state, has_frozen), saved["optimizer_step"])
         for name, value in buffers.items():
             buffers_of_model[name].copy_(value)
 
@@ -248,18 +248,17 @@ def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any], th
 
 
 def _reader(
-    shards: ShardFiles, state: ZeroState, thaws: bool
+    shards: ShardFiles, state: ZeroState, has_frozen: bool
 ) -> Callable[[str, str, int, int], Tensor]:
     """Return `shards.read`, which raises CheckpointError for the moments of another optimizer.
 
     Without an average in the checkpoint it reads the weights, at which a new average starts.
-    `thaws`: a parameter may have been frozen when it was saved, and has moments of zero.
+    `has_frozen`: a parameter without moments there was frozen, and begins with zeros.
     """
     stored = shards.kinds
 
     def read(kind: str, name: str, start: int, length: int) -> Tensor:
-        averaged = stored.get(AVERAGE, ())
-        if kind == AVERAGE and (name not in averaged if thaws else not averaged):
+        if kind == AVERAGE and name not in stored.get(AVERAGE, ()):
             kind = MASTER
         saved = {one for one, names in stored.items() if name in names} - {MASTER, AVERAGE}
         needed = set(state.kinds_of(name))
@@ -269,7 +268,7 @@ def _reader(
                 f"{shards.directory}: has {has} of {name}, and the optimizer here needs {needs};"
                 " use the optimizer that saved it, or load only its weights (--init_from)"
             )
-        if thaws and kind in needed and not saved:
+        if has_frozen and kind in needed and not saved:
             return torch.zeros(length)
         return shards.read(kind, name, start, length)
 

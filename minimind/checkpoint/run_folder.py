@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import yaml
 
-from minimind.checkpoint.directory import MANIFEST, published_checkpoints
+from minimind.checkpoint.directory import MANIFEST, OWNER, published_checkpoints
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import ignored_flags, output_paths
 from minimind.config.flags import FLAGS, SHAPE
@@ -73,6 +73,18 @@ def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
             lock.close()
             raise
     return lock
+
+
+def lock_before_imports(run: RunConfig, rank: int) -> IO[bytes] | None:
+    """Lock an out_dir that exists, on rank 0; None where the start itself does.
+
+    The folder of a --mirror is not touched before the mirror was looked at.
+    """
+    out_dir = Path(run.out_dir)
+    is_mirrored = run.mirror is not None or disk.is_file(out_dir / OWNER)
+    if rank or run.dry_run or is_mirrored or not disk.exists(out_dir):
+        return None
+    return lock_out_dir(out_dir)
 
 
 def require_out_dir(run: RunConfig) -> None:

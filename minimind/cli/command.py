@@ -102,7 +102,7 @@ class Command(ABC):
         return arguments_of(type(self))[name].unset if value is None else value
 
     def require_combined(self) -> None:
-        """Raise UsageError for arguments that need others, or exclude one another."""
+        """Raise UsageError for arguments that need others, or cannot be used together."""
         arguments = arguments_of(type(self))
         given = [row for name, row in arguments.items() if meets(self, arguments, name)]
         for row in given:
@@ -112,13 +112,15 @@ class Command(ABC):
                     called = other.metavar if other.is_positional else as_words(condition)
                     typed = as_words(f"no-{row.name}" if row.default is True else row.name)
                     raise UsageError(
-                        f"{typed} and {called} exclude one another: {reason}; drop one of them"
+                        f"{typed} and {called} cannot be used together: {reason}; remove one of"
+                        " them"
                     )
         for row in given:
             if row.needs and not meets(self, arguments, row.needs):
                 needed = as_words(row.needs)
                 raise UsageError(
-                    f"--{row.name} without {needed}; give {needed} too, or drop --{row.name}"
+                    f"--{row.name} has no effect without {needed}; add {needed}, or remove"
+                    f" --{row.name}"
                 )
 
 
@@ -132,7 +134,7 @@ class OfRunFlags(Command):
 def non_empty(text: str) -> str:
     """Return the text; raise if it is empty, which would mean the current directory."""
     if not text:
-        raise argparse.ArgumentTypeError("is empty, as of a variable that is not set")
+        raise argparse.ArgumentTypeError("is empty, as from a variable that is not set")
     return text
 
 
@@ -147,6 +149,7 @@ class OfPlace(Command):
 
     is_subject: ClassVar = True
     other_than_place: ClassVar[str] = ""  # the argument that may be given instead
+    or_text: ClassVar[str] = ""  # what a word may be meant for that is not the place
     place: Any = argument(None, **PLACE)
     """a run's out_dir, out_dir/best, or a step_ directory"""
     checkpoint: Any = argument(None, parse=non_empty, metavar="RUN")
@@ -155,7 +158,11 @@ class OfPlace(Command):
     def __post_init__(self) -> None:
         """Let `checkpoint` be the place that is given in either way; raise UsageError for both."""
         if self.place and self.checkpoint:
-            raise UsageError("RUN and --checkpoint RUN are both given; drop one of them")
+            place, checkpoint = map(format_default, (self.place, self.checkpoint))
+            raise UsageError(
+                f"{place} and --checkpoint {checkpoint} both name a run; remove one of"
+                f" them{self.or_text}"
+            )
         self.checkpoint = self.checkpoint or self.place
         given = [self.checkpoint] if isinstance(self.checkpoint, str) else self.checkpoint or ()
         if any(Path(one).name == "best" for one in given):
@@ -175,8 +182,8 @@ class OfPlace(Command):
         super().require_combined()
         if not self.checkpoint and getattr(self, self.other_than_place, None) is None:
             one = arguments_of(type(self))["place"].docstring
-            other = f", or --{self.other_than_place}" if self.other_than_place else ""
-            raise UsageError(f"no RUN is given; name {one}{other}")
+            other = f", or --{self.other_than_place} DIR" if self.other_than_place else ""
+            raise UsageError(f"no RUN is given; give {one}{other}")
 
 
 @dataclass(kw_only=True)
@@ -402,7 +409,7 @@ def non_empty_path(text: str) -> Path:
 def non_blank(text: str) -> str:
     """Return the text; raise if it is blank or not UTF-8."""
     if not text.strip():
-        raise argparse.ArgumentTypeError("is blank, as of a variable that is not set")
+        raise argparse.ArgumentTypeError("is blank, as from a variable that is not set")
     return utf8(text)
 
 

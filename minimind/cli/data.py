@@ -85,7 +85,7 @@ class Prepare(Cached, Output):
     max_bad_fraction: float | None = shared("max_bad_fraction", default=None)
     """fraction of the documents that may be bad"""
     allow_lossy_tokenizer: bool = argument(False)
-    """go on although the tokenizer loses more than 0.1 % of the text of a source"""
+    """continue although the tokenizer loses more than 0.1 % of the text of a source"""
     shard: tuple[int, int] | None = argument(None, parse=_share, metavar="I/N")
     """encode share I (from 0) of N, and do not merge"""
     merge: bool = argument(
@@ -177,13 +177,14 @@ def _request(args: Prepare, cache: ObjectCache) -> PrepareRequest:
     if held_out:
         if len(sources) > 1:
             raise UsageError(
-                f"--val_path {args.val_path}: cannot be shared by {len(sources)} sources; drop it,"
+                f"--val_path {args.val_path}: cannot be shared by {len(sources)} sources; remove"
+                " it,"
                 " or prepare a single source"
             )
         if args.val_fraction:
             raise UsageError(
                 f"--val_path {args.val_path} and --val_fraction {args.val_fraction} both choose the"
-                " validation text; drop one of them"
+                " validation text; remove one of them"
             )
         most["val_fraction"] = 0.0
     return PrepareRequest(

@@ -161,13 +161,11 @@ def _of_the_cpu(facts: HostFacts) -> dict[str, bool]:
         "slow: every model but --model tiny, because there is no GPU": not (
             facts.gpus or facts.accelerator
         ),
-        "slow: --dtype bfloat16, since this CPU has no bf16 instructions; leave it out: the"
+        "slow: --dtype bfloat16, since this CPU has no bf16 instructions; remove it: the"
         " default here is float32": not facts.has_cpu_bf16,
         "slow: steps, since the kernel gives no huge pages; write madvise to"
         " /sys/kernel/mm/transparent_hugepage/enabled": facts.huge_pages == "never",
-        f"refused: --compile on, since {facts.compile_fault}; leave it out": bool(
-            facts.compile_fault
-        ),
+        f"refused: --compile on, since {facts.compile_fault}; remove it": bool(facts.compile_fault),
     }
 
 

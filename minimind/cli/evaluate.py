@@ -27,7 +27,12 @@ from minimind.cli.model import OfChat
 from minimind.config.flags import MIXED
 from minimind.config.run_config import RunConfig
 from minimind.errors import DataError, UsageError
-from minimind.inference.lm_eval_tasks import manager_of, require_template, transformers_tokenizer
+from minimind.inference.lm_eval_tasks import (
+    manager_of,
+    require_template,
+    transformers_tokenizer,
+    unread,
+)
 from minimind.report.formats import scores_table
 from minimind.runtime.durable_files import printing, storing
 from minimind.runtime.terminal import aligned
@@ -118,7 +123,7 @@ class Eval(OfChat, Cached):
     max_bad_fraction: float = shared("max_bad_fraction", excludes=TASKS)
     """fraction of documents that may be bad, with skip"""
     allow_lossy_tokenizer: bool = argument(False, excludes=TASKS)
-    """go on although the tokenizer loses more than 0.1 % of the text"""
+    """continue although the tokenizer loses more than 0.1 % of the text"""
     cache_dir: str = shared("cache_dir", metavar="DIR")
     """cache of the tokens, and of what is fetched from URLs"""
     max_cache_gib: float | None = shared("max_cache_gib")
@@ -158,7 +163,9 @@ class Eval(OfChat, Cached):
             )
         if self.limit is not None and not (self.lm_eval or self.tasks):
             raise UsageError(
-                f"--limit {self.limit} is for --lm_eval and --tasks; give --max_rows, or drop it"
+                f"--limit {self.limit} has no effect without --lm_eval or --tasks; give"
+                " --max_rows, or remove"
+                " --limit"
             )
         self.require_there()
         from minimind.config.launcher_env import read_launch
@@ -190,7 +197,7 @@ def _score(args: Eval, cache: ObjectCache, device: str, rank: int) -> None:
     if template and args.template_date and not date_of(template.source, None):
         raise UsageError(
             f"--template_date {args.template_date} has no effect: {template.name} does not ask for"
-            " the date; drop it"
+            " the date; remove --template_date"
         )
     if template:
         require_read(args.chat_template_kwargs or (), template.source, template.name)
@@ -270,7 +277,8 @@ def _score_lm_eval(args: Eval, device: str, processes: int) -> None:
     """
     if processes > 1:
         raise UsageError(
-            f"--lm_eval runs in one process, and {processes} were started; drop the launcher"
+            f"--lm_eval runs in one process, and {processes} were started; start it without the"
+            " launcher"
         )
     way_out = "`lm_eval ls tasks` lists the tasks of lm-eval, and --include_path DIR adds a folder"
     manager = manager_of(args.lm_eval, args.include_path, "--lm_eval", way_out)
@@ -285,16 +293,24 @@ def _score_lm_eval(args: Eval, device: str, processes: int) -> None:
 
     model.config.doc_mask = False  # a request is one document
     evaluate: Any = simple_evaluate  # its decorator hides its parameters, like HFLM's
-    found = evaluate(
-        model=SharedLM(
-            model.to(device), transformers_tokenizer(tokenizer), Shares(), args.batch_size
-        ),
-        tasks=args.lm_eval,
-        task_manager=manager,
-        limit=args.limit,
-        apply_chat_template=args.chat,
-        log_samples=False,
+    shared = SharedLM(
+        model.to(device), transformers_tokenizer(tokenizer), Shares(), args.batch_size
     )
+    try:
+        found = evaluate(
+            model=shared,
+            tasks=args.lm_eval,
+            task_manager=manager,
+            limit=args.limit,
+            apply_chat_template=args.chat,
+            log_samples=False,
+        )
+    except OSError as error:
+        if (
+            error.errno is not None
+        ):  # of a disk; those of `datasets` for a Hub out of reach have none
+            raise
+        raise unread(f"--lm_eval {' '.join(args.lm_eval)}", error) from error
     with printing():
         if args.json:
             print(json.dumps({"model": str(path), "chat": args.chat, "tasks": found["results"]}))
@@ -375,7 +391,7 @@ def _open_data(
             raise UsageError(
                 f"{place}: holds prepared conversations; give the files themselves"
                 if holds_conversations(path)
-                else f"{place}: holds text, and --task sft reads files of conversations; drop"
+                else f"{place}: holds text, and --task sft reads files of conversations; remove"
                 " --task sft"
             )
         prepared = open_text(path)
@@ -388,7 +404,7 @@ def _open_data(
             _print_notices(place, prepared)
         return prepared
     if args.split not in (None, "all"):
-        raise UsageError(f"--split {args.split}: {place} is raw text; leave --split out")
+        raise UsageError(f"--split {args.split}: {place} is raw text; remove --split")
     max_bytes = args.max_document_bytes or longest_document(folder)
     conversations = {}
     if template is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minimind.runtime.output_folder import NewFolder
 
 DTYPES = ("float32", "bfloat16", "float16")
-OF_UNIVERSAL = {f"format={UNIVERSAL}": "it has a file for each float32 tensor, not a model's files"}
+OF_UNIVERSAL = {f"format={UNIVERSAL}": "this format has one file per float32 tensor"}
 
 
 @dataclass(kw_only=True)
@@ -74,8 +74,8 @@ class Export(OfWeights, OfPlace, Output):
 
         if self.weights != "trained":
             raise UsageError(
-                f"--weights {self.weights} has no moments, and --format {UNIVERSAL} needs those of"
-                " the weights; leave it out"
+                f"--weights {self.weights} has no optimizer state, which --format {UNIVERSAL}"
+                f" needs; remove --weights {self.weights}"
             )
         out = _new_run(self.out, self.force, "export")
 
@@ -93,7 +93,7 @@ def _new_run(path: Path, force: bool, author: str) -> NewFolder:
     from minimind.runtime.output_folder import NewFolder
 
     if force:
-        raise UsageError("--force replaces no run; drop it, and give a new --out")
+        raise UsageError("--force does not replace a run; remove --force, and give a new --out")
     out = NewFolder(path, False, (), author, lambda folder: False)
     out.require_free()
     return out

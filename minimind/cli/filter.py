@@ -64,7 +64,7 @@ class Filter(Cached, Output):
         nargs="+",
         parse=_label,
         needs="classifier",
-        excludes={"classifier_remove": "the other labels are the answer of each"},
+        excludes={"classifier_remove": "each decides about all labels"},
         metavar="LABEL=P",
     )
     """keep texts with one of these labels, at least as probable as P"""
@@ -118,16 +118,17 @@ def _filter(args: Filter, cache: ObjectCache) -> int:
 
     if not any(getattr(args, name) for name in STEPS):
         flags = ", ".join(f"--{name}" for name in STEPS)
-        raise UsageError(f"data filter: no step was given; give one or more of {flags}")
+        raise UsageError(f"minimind data filter has nothing to do; give one or more of {flags}")
     if args.min_chars and args.max_chars and args.min_chars > args.max_chars:
         raise UsageError(
             f"--min_chars {args.min_chars} is more than --max_chars {args.max_chars}; no text has"
-            " both, change one"
+            " both; change one of them"
         )
     if args.classifier and not (args.classifier_keep or args.classifier_remove):
         raise UsageError(
-            "--classifier FILE goes with one of --classifier_keep and --classifier_remove; give"
-            " these two"
+            "--classifier has no effect without --classifier_keep or --classifier_remove; add one"
+            " of"
+            " them, or remove --classifier"
         )
     languages, least = _names(args.languages), args.in_force("min_language_probability")
     foreign_field = args.decontaminate_field or args.text_field

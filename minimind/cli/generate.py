@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from minimind.cli.command import OutputFile, argument, non_blank
 from minimind.cli.model import ANSWER, OfChat, Sampled
@@ -35,6 +35,7 @@ class Generate(Sampled, OutputFile):
     """
 
     example = "minimind generate --checkpoint out --prompt 'Once upon a time' --temperature 0.7"
+    or_text: ClassVar = ", or give a text to continue as --prompt"
     prompt: str | None = argument(
         None, excludes=dict.fromkeys(("prompt_file", "prompts"), "both are prompts")
     )
@@ -56,7 +57,7 @@ class Generate(Sampled, OutputFile):
     def execute(self) -> None:
         """Print the generated text; the model's path and the speed go to stderr."""
         if "" in self.stop:
-            raise UsageError("--stop '' would end before any text; leave it out")
+            raise UsageError("--stop '' would end before any text; remove it")
         if self.out and self.prompts is not None:
             if disk.same_file(self.out, self.prompts):
                 raise UsageError(f"--out {self.out} is the file of the prompts; give another file")

@@ -243,8 +243,8 @@ def prepared_folder(args: Init) -> Path | None:
         )
     for name, value in args.reading().items():
         raise UsageError(
-            f"--{name} {value}: has no effect on {found[0]}, which `minimind prepare` wrote;"
-            " drop it"
+            f"--{name} {value} has no effect on {found[0]}, which `minimind prepare` wrote;"
+            f" remove --{name}"
         )
     return Path(found[0]).expanduser()
 
@@ -364,7 +364,7 @@ def read_sample(paths: list[str], on_bad_data: str = "error", **reading: Any) ->
         read_bytes += read - before
     if not texts:
         raise DataError(
-            f"--data_path {masked(paths[0])}: no document that was read is usable; leave out"
+            f"--data_path {masked(paths[0])}: no document that was read is usable; remove"
             " --on_bad_data skip to see why"
         )
     joined = "\n".join(texts)

@@ -122,7 +122,13 @@ def _run(argv: list[str]) -> int:
             every = "minimind --help lists every command"
             hint = equivalent_command(argv[0]) or suggest(argv[0], [*COMMANDS], every)
             raise UsageError(f"unknown command {shorten_line(argv[0])}; {hint}")
-        if not argv or (len(argv) == 1 and isinstance(COMMANDS.get(argv[0]), Group)):
+        group = COMMANDS.get(argv[0]) if argv else None
+        if isinstance(group, Group) and len(argv) > 1 and argv[1][:1] != "-":
+            name, word = argv[:2]
+            if word not in group.commands:
+                hint = suggest(word, [*group.commands], f"see minimind {name} --help")
+                raise UsageError(f"unknown command {name} {shorten_line(word)}; {hint}")
+        if not argv or (len(argv) == 1 and isinstance(group, Group)):
             parser_of(parser, argv).print_help()  # which commands there are
             return UsageError.status
         args, others = parser.parse_known_args(argv)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from minimind.architecture.costs import ASSUMED_MFU, GPUS, known_gpu, named_gpu
 from minimind.cli.command import OfRunFlags, argument, size_in_bytes
+from minimind.config.run_config import RunConfig
 from minimind.runtime.terminal import fitted
 
 LABELED = 12  # column of the text behind a label
@@ -44,4 +45,11 @@ class Plan(OfRunFlags):
         peak = self.peak_tflops or (gpu.peak_tflops if gpu else None)
         memory = self.memory or (gpu.memory * 2**30 if gpu else None)
         machine = Machine(self.gpus, memory, peak, self.mfu, self.tokens)
-        print(fitted(plan(self.run_flags, machine), LABELED))
+        print(fitted(plan(self.run_flags, machine, _sized), LABELED))
+
+
+def _sized(run: RunConfig) -> RunConfig:
+    """The run with the size of its teacher, whose shape is read."""
+    from minimind.train.teacher import Teacher
+
+    return Teacher.of(run).sized(run)

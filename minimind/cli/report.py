@@ -39,7 +39,7 @@ class Report(OfPlaces, OutputFile):
     out: Path | None = argument(None, parse=Path, metavar="FILE.html")
     """HTML file to write"""
     watch: bool = argument(False, excludes={"out": "the page is served or written"})
-    """serve the page on this host until Ctrl-C; it follows runs that go on or begin later (needs
+    """serve the page on this host until Ctrl-C; it follows runs in progress and later ones (needs
     the extra serve)"""
     port: int | None = argument(None, ge=0, le=65535, needs="watch", unset=8010)
     """port of 127.0.0.1; 0: any that is free"""

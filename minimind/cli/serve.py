@@ -11,14 +11,13 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minimind.cli.command import PLACE, argument, count_of_bytes, non_empty
 from minimind.cli.model import ANSWER, OfChat
 from minimind.errors import RendezvousError, UsageError
-from minimind.runtime.installed import install_extra
+from minimind.runtime.installed import require_extra
 from minimind.runtime.terminal import phase
 from minimind.runtime.urls import HUB_PREFIX
 
@@ -77,12 +76,7 @@ class Serve(OfChat):
         self.require_there()
         listening = listen(self.host, self.port)
         with listening:
-            for package in ("starlette", "uvicorn"):
-                if find_spec(package) is None:
-                    raise UsageError(
-                        f"minimind serve needs the package {package}, which is not installed;"
-                        f" {install_extra('serve')}"
-                    )
+            require_extra("serve", "minimind serve", "starlette", "uvicorn")
             from minimind.serve.app import Limits, build_app, http_server
             from minimind.serve.scheduler import Scheduler
 
@@ -139,7 +133,11 @@ def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
     variables, source, called = args.chat_template_kwargs, None, ""
     is_base = not tokenizer.templates.by_name
     if is_base and variables and args.chat_template is None:
-        raise UsageError("--chat_template_kwargs needs a chat template; drop it, or give one")
+        raise UsageError(
+            "--chat_template_kwargs has no effect without a chat template; add --chat_template,"
+            " or remove"
+            " --chat_template_kwargs"
+        )
     if args.chat_template is not None or not is_base:
         source, called = source_of(tokenizer, args.chat_template, path, variables)
     place = str(checkpoint or exported).removeprefix(HUB_PREFIX)

@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from minimind.config.flags import FLAGS, SHAPE, TRACKERS, VAL_LOSS, as_words
+from minimind.config.flags import FLAGS, SHAPE, TRACKERS, VAL_LOSS, as_words, format_default
 from minimind.config.names import is_utf8, utf8_fault
 from minimind.config.optimizers import OPTIMIZERS
 from minimind.config.origin import Origin, Rank
@@ -21,9 +21,16 @@ from minimind.errors import UsageError, fault_error
 from minimind.runtime import disk
 from minimind.runtime.urls import ON_THE_HUB, begins_as_url, masked
 
-OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "tokenizer")
+OF_THIS_HOST = ("out_dir", "cache_dir", "resume", "init_from", "teacher", "tokenizer")
 OF_THIS_HOST += ("chat_template", "skip_rows", "stages")
 MIRROR = re.compile(r"(s3|gs)://[^/\s]|file://.*[^/\s]")
+
+
+def as_typed(value: Any) -> Any:
+    """A value as it is typed in a YAML file or on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return format_default(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -36,15 +43,25 @@ class Given:
     config: str | None  # of the run
 
     def __format__(self, spec: str) -> str:
-        return f"{self.name} = {self.value:{spec}} ({self.source})"
+        return f"{self.name} = {as_typed(self.value):{spec}} ({self._place})"
 
     @property
-    def drop(self) -> str:
+    def _place(self) -> str:
+        """The source, with a switch that is off as it was typed."""
+        is_switched_off = self.value is False and self.source == f"--{self.name}"
+        return f"--no-{self.name}" if is_switched_off else self.source
+
+    @property
+    def remove(self) -> str:
         """How to take the value back; a recipe of this package is not changed but copied."""
-        is_of_file = self.source.rank is Rank.FILE
-        path = files_by_name(RECIPES).get(self.config or "") if is_of_file else None
+        if self.source.rank is not Rank.FILE:
+            file, _, key = self.source.rpartition(": ")
+            typed = self._place if self._place.startswith("--") else self.name
+            is_written = file and self.source.rank >= Rank.LAUNCHER
+            return f"remove {key} from {file}" if is_written else f"remove {typed}"
+        path = files_by_name(RECIPES).get(self.config or "")
         if path is None:
-            return f"drop {self.name}"
+            return f"remove {self.name} from {self.config}"
         if FLAGS[self.name].may_be_auto:
             return f"add --{self.name} auto"
         if self.value is True:
@@ -61,10 +78,10 @@ def given(run: RunConfig, name: str) -> Given:
 
 @dataclass(frozen=True)
 class Rule:
-    """Flags that exclude one another.
+    """Flags that cannot be used together.
 
     In the sentence `{name}` is a flag as `name = value (source)`, `{name.value}` and
-    `{name.source}` give its parts, and `{name.drop}` is how to take it back. Other names are
+    `{name.source}` give its parts, and `{name.remove}` is how to take it back. Other names are
     values that `when` returns in place of true.
     """
 
@@ -115,21 +132,25 @@ def _by_attributes(run: RunConfig) -> Iterator[str]:
         if run.hugging_face is not None and (flag.built_in or name in SHAPE):
             if flag.built_in:
                 yield (
-                    f"{this} is only for the built-in decoder, and --model {run.model} is a model"
-                    f" of transformers; {this.drop}"
+                    f"{this} is only for the built-in decoder, but --model {run.model} is a model"
+                    f" of transformers; {this.remove}"
                 )
             continue
         # A preset may have numbers of experts and the user --no-use_moe.
         is_given = flag.default is None or run.is_explicit(name)
         if flag.needs and is_given and not run.meets(flag.needs):
             needed = given(run, flag.needs.partition("=")[0])
-            yield f"{this} has no effect with {needed}; add {as_words(flag.needs)}, or {this.drop}"
+            of_it = f"with {needed}" if "=" in flag.needs or run.is_explicit(needed.name) else ""
+            condition = of_it or f"without {as_words(flag.needs)}"
+            value = {"bool": "", "int": " N", "str": " NAME"}[FLAGS[needed.name].type]
+            words = f"{as_words(flag.needs)}{'' if '=' in flag.needs else value}"
+            yield f"{this} has no effect {condition}; add {words}, or {this.remove}"
         for condition, reason in flag.excludes.items():
             if run.meets(condition):
                 other = given(run, condition.partition("=")[0])
                 yield (
-                    f"{this} and {other} exclude one another: {reason}; {this.drop}, or"
-                    f" {other.drop}"
+                    f"{this} and {other} cannot be used together: {reason}; {this.remove}, or"
+                    f" {other.remove}"
                 )
 
 
@@ -183,7 +204,7 @@ def _trackers(run: RunConfig) -> Iterator[str]:
     for name in run.trackers():
         report_to = given(run, "report_to")
         if name == "none":
-            yield f"{report_to}: none cannot be combined with other trackers; drop one"
+            yield f"{report_to}: none cannot be combined with other trackers; remove it, or them"
         elif name not in TRACKERS:
             known = ", ".join(TRACKERS)
             yield f"{report_to}: {name!r} is not one of {known}; name some of those, or none"
@@ -210,21 +231,27 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
     *(
         Rule(
             lambda run, name=name: run.is_explicit(name),
-            f"{{{name}}} beside --model {{model.value}}, whose config.json decides the shape;"
-            f" {{{name}.drop}}, or write it in config.json",
+            f"{{{name}}} has no effect with --model {{model.value}}, whose config.json decides the"
+            " shape;"
+            f" {{{name}.remove}}, or write it in config.json",
         )
         for name in SHAPE
         if name not in ("max_seq_len", "vocab_size")
     ),
     Rule(
         lambda run: run.loss == "chunked",
-        "{loss} is only for the built-in decoder, and --model {model.value} is a model of"
-        " transformers; {loss.drop}",
+        "{loss} is only for the built-in decoder, but --model {model.value} is a model of"
+        " transformers; {loss.remove}",
     ),
     Rule(
         lambda run: run.own_loss and run.compile == "on",
         "{loss} is not compiled, and {compile} compiles all of a model of transformers;"
-        " {loss.drop}, or {compile.drop}",
+        " {loss.remove}, or {compile.remove}",
+    ),
+    Rule(
+        lambda run: run.teacher and run.compile == "on",
+        "{teacher} has a loss that is not compiled, and {compile} compiles all of a model of"
+        " transformers; {teacher.remove}, or {compile.remove}",
     ),
 )
 DECODER_RULES: tuple[Rule, ...] = (
@@ -331,14 +358,14 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     Rule(
         lambda run: run.guard.get("max_rollbacks") and run.stages,
         "{spike_guard} goes back and skips rows, which {stages} does not support; give"
-        " --max_rollbacks 0, or drop one of them",
+        " --max_rollbacks 0, or remove one of them",
     ),
     Rule(
         lambda run: (
             run.eval_at_start and (run.eval_rows == 0 or not (run.val_fraction or run.val_path))
         ),
         "{eval_at_start} has no validation to begin with; give --eval_rows and --val_fraction, or"
-        " {eval_at_start.drop}",
+        " {eval_at_start.remove}",
     ),
     Rule(
         lambda run: run.stages and run.per_epoch and {"name": run.per_epoch[0]},
@@ -347,7 +374,7 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: run.val_path and run.val_fraction and run.is_explicit("val_fraction"),
-        "{val_path} and {val_fraction} both choose the validation text; drop one of them",
+        "{val_path} and {val_fraction} both choose the validation text; remove one of them",
     ),
     Rule(
         lambda run: run.keep_best_by != VAL_LOSS and run.keep_best and run.eval_tasks is None,
@@ -370,12 +397,12 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: run.source and run.is_explicit("data_path"),
-        "{source} and {data_path} both name the text; drop one of them",
+        "{source} and {data_path} both name the text; remove one of them",
     ),
     Rule(
         lambda run: run.task == "sft" and not run.doc_mask and run.is_explicit("doc_mask"),
         "{doc_mask} lets conversations in a row see each other, which --task sft does not allow;"
-        " drop it",
+        " {doc_mask.remove}",
     ),
     Rule(
         lambda run: (
@@ -395,18 +422,22 @@ RULES: tuple[Callable[[RunConfig], Iterable[str]], ...] = (
     ),
     Rule(
         lambda run: run.own_loss and run.loss_weight,
-        "{loss} sums over all rows, which --loss_weight cannot weigh; {loss.drop}, or"
-        " {loss_weight.drop}",
+        "{loss} sums over all rows, which --loss_weight cannot weigh; {loss.remove}, or"
+        " {loss_weight.remove}",
+    ),
+    Rule(
+        lambda run: run.own_loss and run.teacher,
+        "{loss} and {teacher} each replace the cross-entropy; {loss.remove}, or {teacher.remove}",
     ),
     Rule(
         lambda run: run.own_loss and run.sequence_parallel > 1,
-        "{loss} needs whole rows, and {sequence_parallel} divides them; {loss.drop}, or"
-        " {sequence_parallel.drop}",
+        "{loss} needs whole rows, and {sequence_parallel} divides them; {loss.remove}, or"
+        " {sequence_parallel.remove}",
     ),
     Rule(
         lambda run: run.mup_base_dim is not None and not OPTIMIZERS[run.optimizer].normalizes,
-        "{mup_base_dim} has rates for optimizers that normalize the gradient, and {optimizer} does"
-        " not; take another, or drop it",
+        "{mup_base_dim} scales the rates of optimizers that normalize the gradient, but {optimizer}"
+        " does not; use --optimizer adamw, adamw_8bit, muon or lion",
     ),
 )
 

@@ -389,7 +389,7 @@ class Model:
     tie_word_embeddings: bool = flag(True)
     """share one matrix between token embedding and output head"""
     zero_init_outputs: bool = flag(
-        False, built_in=True, excludes={"init_from": "its weights are trained"}
+        False, built_in=True, excludes={"init_from": "the weights of --init_from are trained"}
     )
     """start the output projections of attention and feed-forward at 0, so that every block of a new
     model returns its input"""
@@ -398,8 +398,8 @@ class Model:
         choices=("random", "bigrams"),
         built_in=True,
         excludes={
-            "init_from": "its weights are trained",
-            "mup_base_dim": "it scales random weights, which bigrams replace",
+            "init_from": "the weights of --init_from are trained",
+            "mup_base_dim": "muP scales random weights, which bigrams replace",
         },
     )
     """start embedding and head of a new model from random numbers, or from bigram counts of the
@@ -424,6 +424,21 @@ class Model:
     directory, a directory of `minimind export` or `import`, a directory of Llama, Mistral, Qwen
     or SmolLM (DIR or hf:DIR), a MiniMind2 file or directory, or hf:USER/MODEL of the Hugging
     Face Hub"""
+    teacher: str | None = flag(
+        None,
+        excludes={
+            "loss=chunked": "the loss needs all logits of the teacher",
+            "sequence_parallel": "the teacher reads whole rows",
+        },
+    )
+    """place of a model with the same tokenizer, as for --init_from, that the run is distilled from:
+    at each target it also learns the probabilities of this teacher"""
+    distill_weight: float = flag(0.5, ge=0.0, le=1.0, needs="teacher")
+    """share W of the teacher in the loss, (1 - W) cross-entropy + W T^2 KL(teacher || student),
+    where T is --distill_temperature; 0 is the cross-entropy alone, 1 goes without it"""
+    distill_temperature: float = flag(1.0, gt=0.0, needs="teacher")
+    """temperature of both distributions in the KL divergence; above 1, unlikely tokens count
+    more"""
 
 
 @dataclass(frozen=True)
@@ -442,8 +457,9 @@ class Data:
     stages: str | None = flag(
         None,
         excludes={
-            "epochs": "its sources have no passes; --max_tokens or --max_steps is its length",
-            "max_flops": "its tokens may differ in their FLOPs; --max_tokens is a budget for it",
+            "epochs": "stages do not read their sources in passes, so give --max_tokens or"
+            " --max_steps",
+            "max_flops": "the tokens of stages may differ in FLOPs, so give --max_tokens",
         },
     )
     """YAML file of the stages of the run; each has its weights of sources, row length and batch"""
@@ -523,7 +539,7 @@ class Output:
         None,
         ge=1,
         needs="keep_best",
-        excludes={"stages": "it would end the run before the last of them"},
+        excludes={"stages": "the run would end before its last stage"},
     )
     """end the run after this many validations in a row without an improvement of what
     --keep_best_by compares. With --schedule wsd, decay first"""
@@ -591,7 +607,7 @@ class Engine:
     on_corruption: str | None = flag(
         None, choices=("warn", "stop"), needs="verify_interval", unset="warn"
     )
-    """log what differs and go on (warn), or end the run with status 11 (stop)"""
+    """log what differs and continue (warn), or end the run with status 11 (stop)"""
     fingerprints: int = flag(0, ge=0)
     """steps between records of a few numbers of every block, by which `minimind compare` finds
     where two runs part; the first and the last step are recorded too; 0: none"""

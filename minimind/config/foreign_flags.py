@@ -18,6 +18,8 @@ intermediate_size | --hidden_dim |
 save_dir | --out_dir | checkpoints are in its `checkpoints/`
 save_weight |  | not needed: `--out_dir` identifies the weights
 from_weight=NAME | --init_from FILE | a `.pth` file or a directory, [imported](export.md#import)
+from_teacher_weight=NAME | --teacher FILE | of `train_distillation.py`; its student is `--init_from` ([distillation](fine_tuning.md#distillation))
+alpha temperature | --distill_weight, --distill_temperature | 1 - alpha; the same temperature
 from_resume=1 | --resume auto | the default; weights are saved in fp32
 log_interval save_interval | --log_interval, --save_interval | steps here, micro-batches there; `--save_minutes` also saves every 30 minutes
 max_seq_len | --max_seq_len | documents are packed here, truncated and padded there

@@ -234,7 +234,7 @@ def with_dropped_config(launch: Launch, own_config: str | None, launcher: Sequen
         if disk.resolve(Path(own_config)) != disk.resolve(Path(path)):
             raise UsageError(
                 f"--deepspeed_config is {own_config} but --deepspeed_config_file of"
-                f" `accelerate launch` is {file}; drop one of the two"
+                f" `accelerate launch` is {file}; remove one of them"
             )
     path = flags.get("config_file")
     if not own_config and path and load_yaml(path, "--config_file").get("deepspeed_config"):

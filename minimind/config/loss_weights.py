@@ -20,12 +20,12 @@ def loss_weights(given: Sequence[str], names: Sequence[str]) -> tuple[float, ...
         where = f"--loss_weight {text}"
         if name not in names:
             hint = suggest(name, names, f"the sources are {', '.join(names)}")
-            raise UsageError(f"{where}: {name} is not a source; write NAME=WEIGHT: {hint}")
+            raise UsageError(f"{where}: {name} is not a source; {hint}")
         if name in weights:
             raise UsageError(f"{where}: {name} has two weights; give it one")
         if len(names) == 1:
             raise UsageError(
-                f"{where}: {name} is the only source, which no weight changes; drop it"
+                f"{where}: {name} is the only source, so its weight has no effect; remove it"
             )
         try:
             weights[name] = source_weight(weight)

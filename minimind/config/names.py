@@ -35,7 +35,7 @@ def no_such_name(name: str, shipped: Sequence[str], kind: str) -> str:
         hint = f"did you mean {found}? ({every})"
     else:
         hint = _near_path(Path(name).expanduser()) or f"give a file, or {every}"
-    return f"{name}: no such {kind} or file; {hint}"
+    return f"{name}: there is no such {kind} or file; {hint}"
 
 
 # What flags are called in other commands or by torchrun, where the letters are not close.
@@ -118,11 +118,11 @@ def no_run(place: str | Path, flag: str = "") -> str:
     if not runs:
         return ""
     newest, *others = runs[:MOST_RUNS]
-    is_this = f"its folder {newest.relative_to(path)} is: {flag}{newest}"
+    is_this = f"but contains one; give {flag}{newest}"
     if others:
         before = ", ".join(map(str, others))
-        is_this = f"of its {len(runs)} runs the newest is: {flag}{newest} (before it {before})"
-    return f"{flag}{path}: is no run; {is_this}"
+        is_this = f"but contains {len(runs)}; give {flag}{newest} (the newest), or {before}"
+    return f"{flag}{path}: is not a run, {is_this}"
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -150,9 +150,9 @@ def is_utf8(text: str) -> bool:
 def utf8_fault(text: str) -> str:
     """What is wrong with a text that `is_utf8` refuses, and the remedy, to follow its name."""
     if not is_of_other_locale(text):
-        return "is not UTF-8; rename it, or give another one"
+        return "is not UTF-8; write it in UTF-8, or give another"
     return (
-        f"is UTF-8, which this Python takes for {sys.getfilesystemencoding()}, by its locale; unset"
+        f"is UTF-8, but the locale has Python read it as {sys.getfilesystemencoding()}; unset"
         " PYTHONUTF8, or set LC_ALL=C.UTF-8"
     )
 

@@ -222,7 +222,9 @@ def load_preset(name: str) -> dict[str, Any]:
     shape = load_yaml_texts(path, "--model")
     for key in shape:
         if key not in SHAPE:
-            raise UsageError(f"{path}: {key!r} is not a shape field; {suggest(key, [*SHAPE])}")
+            raise UsageError(
+                f"{path}: {key!r} is not a flag of the shape; {suggest(key, [*SHAPE])}"
+            )
     return shape
 
 
@@ -238,7 +240,7 @@ def config_file(place: str) -> Path:
     if not disk.is_file(path):
         if form := form_of_folder(path.parent):
             raise UsageError(f"--model hf:{place}: {form}")
-        raise UsageError(f"--model hf:{place}: has no config.json; name a directory that has one")
+        raise UsageError(f"--model hf:{place}: has no config.json; give a directory that has one")
     return path
 
 
@@ -257,7 +259,7 @@ TYPES = {
     "float": "a finite number",
     "bool": "true or false",
     "str": "a non-empty string",
-    "tuple": "a list of texts",
+    "tuple": "a list of one text or more",
 }
 
 

@@ -29,7 +29,7 @@ from minimind.runtime.urls import is_url, masked
 ORIGINS: dict[str, type[RunError]] = {
     **dict.fromkeys(("data_path", "val_path", "source", "tokenizer", "skip_rows"), DataError),
     **dict.fromkeys(("paths", "directory", "decontaminate", "classifier"), DataError),
-    **dict.fromkeys(("init_from", "resume", "checkpoint", "place"), CheckpointError),
+    **dict.fromkeys(("init_from", "teacher", "resume", "checkpoint", "place"), CheckpointError),
     **dict.fromkeys(("config", "model", "deepspeed_config", "chat_template"), UsageError),
     **dict.fromkeys(("stages", "sources", "eval_tasks", "sweep", "tools"), UsageError),
     **dict.fromkeys(("sample_prompts", "prompts", "prompt_file"), DataError),

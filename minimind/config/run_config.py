@@ -99,6 +99,7 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     """All flags of a run. A step is an optimizer step over all processes."""
 
     sources: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+    teacher_weights: int = field(default=0, compare=False)  # their number, once it is known
 
     def is_explicit(self, name: str) -> bool:
         """Whether the user set the value: in any source except defaults, rules and presets."""
@@ -258,7 +259,7 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
         if world_size % size:
             raise UsageError(
                 f"{' x '.join(names)} does not divide {world_size} processes; start a multiple of"
-                f" {size} (NUM_PROCESSES, plan --gpus)"
+                f" {size} (NUM_PROCESSES, or --gpus of minimind plan)"
             )
         return ParallelLayout(world_size, self.tensor_parallel, self.sequence_parallel)
 
@@ -313,12 +314,12 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
             raise UsageError(
                 f"{given} and accumulation_steps = {self.accumulation_steps}"
                 f" ({self.sources['accumulation_steps']}) both decide the micro-batches of a step;"
-                " drop one of them (--batch_size limits the rows of a micro-batch)"
+                " remove one of them (--batch_size limits the rows of a micro-batch)"
             )
         if rows < data_size:
             raise UsageError(
                 f"{given} is fewer rows than the {data_size} processes that divide them; raise it,"
-                " or start fewer (NUM_PROCESSES, plan --gpus)"
+                " or start fewer (NUM_PROCESSES, or --gpus of minimind plan)"
             )
         more = f" and {padded - rows} of padding" if padded > rows else ""
         words = f"{rows} rows{more} as {data_size} x {padded // data_size}"

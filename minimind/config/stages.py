@@ -225,14 +225,14 @@ def _require_rising(stages: Sequence[StageText], where: str) -> None:
     *others, last = stages
     if last.until is not None and not (last.until.is_share and last.until.value == 1):
         raise UsageError(
-            f"{where}: stage {last.name}: until = {last.until.text}, and the last stage ends with"
-            " the run; drop it"
+            f"{where}: stage {last.name}: until = {last.until.text}, but the last stage ends with"
+            " the run; remove it"
         )
     before: StageText | None = None
     for stage in others:
         if stage.until is None:
             raise UsageError(
-                f"{where}: stage {stage.name} has no until, which only the last may leave out;"
+                f"{where}: stage {stage.name} has no until, which only the last stage may omit;"
                 f" {EXAMPLE}"
             )
         if stage.until.is_share and stage.until.value == 1:
@@ -248,7 +248,8 @@ def _require_rising(stages: Sequence[StageText], where: str) -> None:
         ):
             raise UsageError(
                 f"{where}: stage {stage.name}: until = {stage.until.text} is not after"
-                f" {ended.text}, where stage {before.name} ends; let it rise from stage to stage"
+                f" {ended.text}, where stage {before.name} ends; make until rise from stage to"
+                " stage"
             )
         before = stage
 
@@ -301,13 +302,13 @@ def _require_decay(file: StagesFile, run: RunConfig) -> None:
     if run.schedule != "wsd":
         raise UsageError(
             f"{where} has no effect with schedule = {run.schedule} ({run.sources['schedule']}); use"
-            " --schedule wsd, or drop it"
+            " --schedule wsd, or remove decay_from"
         )
     for name in ("decay_steps", "decay_fraction"):
         if getattr(run, name) is not None:
             raise UsageError(
-                f"{where} and {name} = {getattr(run, name):g} ({run.sources[name]}) are the same"
-                " number; drop one"
+                f"{where} and {name} = {getattr(run, name):g} ({run.sources[name]}) both say"
+                " when the decay begins; remove one of them"
             )
 
 
@@ -364,7 +365,8 @@ def _run_of(text: StageText, run: RunConfig, path: str) -> RunConfig:
             )
         if text.max_seq_len % run.sequence_parallel:
             raise UsageError(
-                f"max_seq_len = {text.max_seq_len} ({where}) is not divided by sequence_parallel ="
+                f"max_seq_len = {text.max_seq_len} ({where}) is not divisible by sequence_parallel"
+                " ="
                 f" {run.sequence_parallel} ({run.sources['sequence_parallel']}); change one of them"
             )
         run = run.with_values(Origin(where, Rank.DATA), max_seq_len=text.max_seq_len)

@@ -67,18 +67,20 @@ def read_tasks(texts: Iterable[str], by: str) -> list[AskedTask]:
         folder = None if path.name == str(path) and path.suffix != ".yaml" else str(path.parent)
         one = AskedTask(path.name.removesuffix(".yaml"), folder, as_chat)
         if one.name in ("", AVERAGE):
-            raise UsageError(f"{by}: {item!r} names no task; name one of {', '.join(OWN_TASKS)}")
+            raise UsageError(
+                f"{by}: {item!r} is not the name of a task; give one of {', '.join(OWN_TASKS)}"
+            )
         if folder is not None:
-            _require_folder(folder, f"{by}: {item}")
+            _require_folder(folder, by)
         if one.name in found:
-            raise UsageError(f"{by}: names {one.name} twice; drop one")
+            raise UsageError(f"{by}: names {one.name} twice; remove one of them")
         if one.is_own and as_chat:
-            raise UsageError(f"{by}: {item}: {one.name} asks in plain text; drop {CHAT}")
+            raise UsageError(f"{by}: {one.name} asks in plain text; remove {CHAT}")
         if not one.is_own and find_spec(LM_EVAL) is None:
             near = suggest(one.name, [*OWN_TASKS], f"those are {', '.join(OWN_TASKS)}")
             raise UsageError(
-                f"{by}: {item} is not a built-in task ({near}), and the tasks of lm-eval need the"
-                f" package {LM_EVAL}, which is not installed; {install_extra('eval')}"
+                f"{by}: {item} is not a built-in task ({near}), but the tasks of lm-eval need the"
+                f" package {LM_EVAL}, which is not installed; run {install_extra('eval')}"
             )
         found[one.name] = one
     return [*found.values()]
@@ -105,12 +107,12 @@ def tasks_of(run: RunConfig) -> list[AskedTask]:
         if one.as_chat and run.task != "sft":
             raise UsageError(
                 f"{given(run, 'eval_tasks')}: {one.name} asks in a chat template, and a run of"
-                f" {by} has none; drop {CHAT}"
+                f" {by} has none; remove {CHAT}"
             )
         if one.is_own and OWN_TASKS[one.name].reads_text and run.task == "sft":
             raise UsageError(
                 f"{given(run, 'eval_tasks')}: {one.name} reads held-out text, and {by} holds out"
-                " conversations; drop it"
+                " conversations; remove it"
             )
     return tasks
 
@@ -123,5 +125,5 @@ def require_compared(run: RunConfig, has_chance: Mapping[str, bool]) -> None:
         raise UsageError(f"{by} is none of the scores; {hint}")
     if run.keep_best_by == AVERAGE and not any(has_chance.values()):
         raise UsageError(
-            f"{by}: none of {', '.join(has_chance)} is a share of right answers; name one of them"
+            f"{by}: none of {', '.join(has_chance)} is a share of right answers; give one of them"
         )

@@ -37,10 +37,7 @@ class _TextLoader(_Loader):
     def construct_scalar(self, node: Any) -> Any:
         """Return the text of a node; raise MarkedYAMLError if it is empty."""
         if node.style is None and node.value in ("", "~", "null", "Null", "NULL"):
-            raise yaml.MarkedYAMLError(
-                problem="the value is empty; remove the line, or quote the text",
-                problem_mark=node.start_mark,
-            )
+            raise yaml.MarkedYAMLError(problem="the value is empty", problem_mark=node.start_mark)
         return super().construct_scalar(node)
 
 
@@ -61,7 +58,7 @@ def _load(path: str, source: str, parse: Callable[[str], Any]) -> dict[str, Any]
         reason = error.strerror or str(error)
         raise UsageError(f"{source} {path}: {reason}; give a readable YAML file") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
+        raise UsageError(f"{path}: is not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
@@ -69,8 +66,8 @@ def _load(path: str, source: str, parse: Callable[[str], Any]) -> dict[str, Any]
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an impossible date
         raise UsageError(f"{path}: {error}; correct the YAML") from error
     if not isinstance(document, dict):
-        content = "empty" if document is None else type(document).__name__
-        raise UsageError(f"{path}: is {content}, not a mapping; write `name: value` lines")
+        fault = "is empty" if document is None else "is not a mapping"
+        raise UsageError(f"{path}: {fault}; write `name: value` lines")
     return document
 
 

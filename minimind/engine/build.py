@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 REFUSALS = (ValueError, TypeError, AssertionError, NotImplementedError)
 # Parameters of an Adam block that DeepSpeed removes before it calls the class.
 NOT_PASSED = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-CORRECT = "correct or remove the key there"
+CORRECT = "correct or remove that key"
 MODELS = {  # DeepSpeed's models of sections
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedBF16Config": "bf16",
@@ -60,6 +60,7 @@ MODELS = {  # DeepSpeed's models of sections
     "TPTrainingConfig": "tensor_parallel",
     "CompileConfig": "compile",
     "CommsLoggerConfig": "comms_logger",
+    "DeepSpeedMonitorConfig": "",  # of several sections
     "TensorBoardConfig": "tensorboard",
     "WandbConfig": "wandb",
     "CSVConfig": "csv_monitor",
@@ -190,7 +191,7 @@ def _refusals(resolved: ResolvedConfig) -> Iterator[None]:
         yield
     except (*REFUSALS, DeepSpeedConfigError, ZeRORuntimeException) as error:
         message = without_those_of(first_lines(error, None), resolved.config)
-        refusal = f"DeepSpeed refuses it: {message}; {CORRECT}"
+        refusal = f"DeepSpeed refuses the file: {message}; {CORRECT}"
         raise UsageError(f"{resolved.path}: {refusal}") from error
     except OSError as error:
         if error.filename is None:
@@ -333,7 +334,7 @@ def _refusal(config: Mapping[str, Any]) -> str:
     from pydantic import ValidationError
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import sets another level
-    part = "it"
+    part = "the file"
     try:
         DeepSpeedConfig({key: deepcopy(value) for key, value in config.items() if key != BATCH})
         part, block = "optimizer.params", config.get("optimizer", {})
@@ -354,10 +355,10 @@ def _refusal(config: Mapping[str, Any]) -> str:
 
 
 def format_model_fault(section: str, fault: Any) -> str:
-    """Format an error of a model of DeepSpeed as `SECTION.KEY is VALUE: reason`."""
-    key = ".".join(map(str, (section, *fault["loc"])))
+    """Format an error of a model of DeepSpeed as `SECTION.KEY = VALUE: reason`."""
+    key = ".".join(str(part) for part in (section, *fault["loc"]) if part != "")
     if fault["type"] == "extra_forbidden":
-        return f"{key} is not a key of DeepSpeed's"
+        return f"{key}: it has no such key"
     shown = masked_values(without_secret(key, fault["input"]))
-    value = f" is {shown!r}" if fault["loc"] else ""
+    value = f" = {shown!r}" if fault["loc"] else ""
     return f"{key}{value}: {fault['msg']}"

@@ -22,7 +22,7 @@ from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.run_config import ParallelLayout
 from minimind.data.shards.conversation_shards import SOURCE, START
 from minimind.engine.clocks import CommunicationClock, PhaseClock
-from minimind.engine.compile import CompileClock, uncompiled
+from minimind.engine.compile import CompileClock, compute_in, uncompiled
 from minimind.engine.optimizers import WeightAverage
 from minimind.engine.plain_backend import PlainBackend
 from minimind.engine.state import ZeroState
@@ -35,6 +35,7 @@ from minimind.runtime.device import HOST, device_kind, widened
 
 if TYPE_CHECKING:
     from minimind.engine.deepspeed_backend import DeepSpeedBackend
+    from minimind.model.distillation import Distillation
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
 
@@ -132,6 +133,7 @@ class Engine(Ranks):
             from minimind.model.own_loss import OwnLoss
 
             self.trained_loss["own_loss"] = OwnLoss.imported(run.own_loss)
+        self.distillation: Distillation | None = None
         # Validation is not compiled: on a GPU our models always compute parts.
         in_parts = self.kind is not HOST and resolved.run.hugging_face is None
         self.eval_chunk_size = LOSS_CHUNK if in_parts else self.loss_chunk_size
@@ -175,6 +177,13 @@ class Engine(Ranks):
     def weigh_sources(self, weights: Sequence[float]) -> None:
         """Let a target count by the weight of its source, none below 1."""
         self.loss_weights = torch.tensor(weights, device=self.device)
+
+    def learn_from(self, distillation: Distillation) -> None:
+        """Train with the loss of a teacher, which is moved here and computes as the model does."""
+        run, teacher = self.resolved.run, distillation.teacher
+        teacher.to(self.device, getattr(torch, run.weight_dtype))
+        compute_in(run.dtype, teacher, self.device.type)
+        self.distillation = distillation
 
     def seed(self, step: int, data_rank: int | None = None) -> None:
         """Reseed torch for a step, so that checkpoints need no random state.
@@ -288,7 +297,7 @@ class Engine(Ranks):
     def inputs_of(self, rows: torch.Tensor, first: int = 0) -> dict[str, Any]:
         """Arguments of the model in training for rows (B, T + 1) on its device.
 
-        They are the rows of the seeded step from number `first` on.
+        They are the rows of the seeded step from number `first` on. A teacher computes its logits.
         """
         inputs: dict[str, Any] = text_inputs(rows)
         if self.counts_targets:
@@ -296,6 +305,8 @@ class Engine(Ranks):
         if rate := self.resolved.run.dropout:
             place = self.resolved.run.seed, self.seeded_step, first, len(rows)
             inputs |= {"dropout": rate, "dropout_keys": row_keys(*place, rows.device)}
+        if self.distillation:
+            inputs["own_loss"] = self.distillation.of(inputs)
         return inputs
 
     @torch.no_grad()

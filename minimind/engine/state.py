@@ -227,10 +227,14 @@ class ZeroState:
         yield from self._slices(rank, world_size, lambda part: self._values(part, has_stepped))
 
     def gradients(self, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
-        """The same of the gradients that the base optimizer is about to take, as it has them."""
+        """The same of the gradients that the base optimizer is about to take, as it has them.
+
+        DeepSpeed has it take one group after another, and with offload keeps the gradients of all.
+        """
+        taken = {id(p) for group in self.base.param_groups for p in group["params"]}
 
         def gradient_of(part: Fragment) -> Iterator[tuple[str, Tensor]]:
-            if part.owner.grad is not None:
+            if part.owner.grad is not None and id(part.owner) in taken:
                 yield GRADIENT, part.view(part.owner.grad)
 
         yield from self._slices(rank, world_size, gradient_of)

@@ -36,6 +36,7 @@ from minimind.inference.prompts import latest, room_for_answer
 from minimind.inference.text import Sampling
 from minimind.runtime import disk
 from minimind.runtime.durable_files import write_whole
+from minimind.runtime.installed import LAUNCH
 
 OPEN, CLOSE = "<think>", "</think>"
 CALL_OPEN = "<tool_call>"
@@ -61,8 +62,8 @@ def source_of(
     template = given_template(path, tokenizer) if path else own_template(tokenizer)
     if template is None:
         raise UsageError(
-            f"{place} has no chat template beside its tokenizer; fine-tune it (bash"
-            " run_accelerate.sh --config sft --init_from RUN), give --chat_template, or use it on"
+            f"{place} has no chat template beside its tokenizer; fine-tune it"
+            f" ({LAUNCH} --config sft --init_from RUN), give --chat_template, or use it on"
             " plain text (minimind generate, minimind eval)"
         )
     require_read(variables or (), *template)
@@ -176,7 +177,8 @@ class Chat:
     def __post_init__(self) -> None:
         if self.tools and not self.template.writes_tools(self.tools):
             raise UsageError(
-                f"--tools: {self.template.name} does not write tools; drop it, or give a template"
+                f"--tools: {self.template.name} does not write tools; remove --tools, or give a"
+                " template"
                 " that writes them (--chat_template thoughts_and_tools)"
             )
         self.reset()

@@ -40,7 +40,7 @@ def manager_of(names: Sequence[str], folder: str | None, by: str, way_out: str) 
         manager = _task_manager(folder, True)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{by} needs the package {LM_EVAL}, which is not installed; {install_extra('eval')}"
+            f"{by} needs the package {LM_EVAL}, which is not installed; run {install_extra('eval')}"
         ) from error
     known = {*manager.all_tasks}
     if unknown := [name for name in names if name not in known]:
@@ -78,11 +78,7 @@ class LmEvalTasks:
             try:
                 tasks = _loaded(manager, one.name)
             except (OSError, ValueError) as error:  # of the library that fetches data sets
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise UsageError(
-                    f"{by}: {one.name}: its questions cannot be read ({reason}); lm-eval fetches"
-                    " them from the Hugging Face Hub unless its YAML names files"
-                ) from error
+                raise unread(f"{by} {one.name}", error) from error
             for name, task in tasks.items():
                 if task.get_config("output_type") == "generate_until":
                     from minimind.inference.shared_lm import require_settings
@@ -149,6 +145,15 @@ def require_task(one: AskedTask, by: str) -> Any:
         f"`lm_eval ls tasks` lists the tasks of lm-eval; {', '.join(OWN_TASKS)} are there, too"
     )
     return manager_of([one.name], one.folder, by, way_out)
+
+
+def unread(what: str, error: Exception) -> UsageError:
+    """The error for tasks whose questions cannot be fetched."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return UsageError(
+        f"{what}: the questions cannot be read ({reason}); connect to the Hugging Face Hub, from"
+        " which lm-eval fetches them, or give a task whose YAML names files"
+    )
 
 
 def _loaded(manager: Any, name: str) -> dict[str, Any]:

@@ -40,7 +40,9 @@ def load_model(
             " one of them"
         )
     if checkpoint is not None and tokenizer is not None:
-        raise UsageError("--tokenizer is for --model: a checkpoint has its own; leave it out")
+        raise UsageError(
+            "--tokenizer has no effect with a checkpoint, which has its own; remove --tokenizer"
+        )
     model = model and str(local_model(model))
     _check_kind(checkpoint, model)
     if checkpoint is not None:
@@ -82,10 +84,10 @@ def _check_kind(checkpoint: str | None, model: str | None) -> None:
     """Raise UsageError if the place is empty, GGUF, or belongs to the other flag."""
     flag, place = ("--model ", model) if checkpoint is None else ("", checkpoint)
     if not place:
-        raise UsageError("--model is empty, as of a variable that is not set; name a place")
+        raise UsageError("--model is empty, as from a variable that is not set; give a directory")
     path = Path(place).expanduser()
     if checkpoint is None and is_checkpoint(path):
-        raise UsageError(f"--model {place}: belongs to a training run; give it as --checkpoint")
+        raise UsageError(f"--model {place} belongs to a training run; give it as --checkpoint")
     if (
         path.suffix == ".gguf"
         if not disk.is_dir(path)
@@ -97,4 +99,4 @@ def _check_kind(checkpoint: str | None, model: str | None) -> None:
             " directory, that it was exported from"
         )
     if checkpoint is not None and is_exported(path):
-        raise UsageError(f"{place}: does not belong to a training run; give it as --model")
+        raise UsageError(f"{place} is an exported model, not a run; give it as --model")

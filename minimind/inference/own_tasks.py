@@ -74,7 +74,7 @@ class OwnQuestions:
             elif self.text is not None and not len(self.text.shards):
                 raise UsageError(
                     f"{self.by}: {name} needs held-out text, and there is none; hold out some, or"
-                    f" drop {name}"
+                    f" remove {name}"
                 )
 
     def scores(self, model: Any, shares: Shares) -> dict[str, Score]:
@@ -116,7 +116,7 @@ class OwnQuestions:
             raise UsageError(
                 f"{self.by}: {name} needs at least {least} different pieces of {length} tokens of"
                 f" held-out text (max_seq_len = {self.positions}), but there are {found}; hold out"
-                f" more text, or drop {name}"
+                f" more text, or remove {name}"
             )
 
     def _answers(

@@ -113,7 +113,7 @@ def require_settings(settings: Mapping[str, Any] | None, positions: int, by: str
     if settings.get("do_sample") and not float(settings.get("temperature") or 0) > 0:
         raise UsageError(
             f"{by} has do_sample, but no temperature above 0, in the generation_kwargs of its YAML;"
-            " add temperature: 1.0, or drop do_sample"
+            " add temperature: 1.0, or remove do_sample"
         )
     others = {name: one for name, one in settings.items() if name not in ("until", *ANSWER_LIMITS)}
     unknown = [*others.keys() - vars(GenerationConfig())]
@@ -121,5 +121,5 @@ def require_settings(settings: Mapping[str, Any] | None, positions: int, by: str
         name = unknown[0] if unknown else "num_return_sequences"
         raise UsageError(
             f"{by} has {name} in the generation_kwargs of its YAML, with which no answer can be"
-            " generated; drop it"
+            " generated; remove it"
         )

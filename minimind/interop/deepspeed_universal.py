@@ -60,10 +60,10 @@ def export_universal(weights: Weights, out: NewFolder) -> tuple[str, str | None]
     contents = Contents(path)
     step, updates = contents.manifest["step"], contents.state["optimizer_step"]
     kinds = [kind for kind in contents.kinds if kind != AVERAGE]
-    if {MOMENTUM, *ADAM} <= {*kinds}:
+    if any({*contents.shapes} != contents.shards.kinds[kind] for kind in kinds):
         raise UsageError(
-            f"{path}: was trained with Muon, and such a checkpoint holds the same kinds of state"
-            " for all weights; export its weights alone (--format llama)"
+            f"{path}: was trained with Muon or --freeze, and such a checkpoint holds the same kinds"
+            " of state for all weights; export its weights alone (--format llama)"
         )
     form = _form_of(config)
     kind = form.model_type(config)

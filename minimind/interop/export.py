@@ -96,7 +96,9 @@ def export(
             f" {other}"
         )
     if max_shard_bytes is not None and to.file:
-        raise UsageError(f"--max_shard_size is for safetensors, {form} is one file; drop it")
+        raise UsageError(
+            f"--max_shard_size has no effect with --format {form}, which is one file; remove it"
+        )
     check_vocabulary(tokenizer, config.vocab_size)
     end, note_on_template = _end_of_turn(tokenizer)
     is_whole = author == "export"

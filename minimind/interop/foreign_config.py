@@ -136,7 +136,7 @@ def check_flags(path: Path, config: MiniMindConfig, flags: ShapeFlags) -> None:
         expected, actual = getattr(flags, flag), getattr(config, name)
         if expected not in (None, actual):
             raise UsageError(
-                f"--{flag} {expected} differs from {name} = {actual} of {path}; drop it"
+                f"--{flag} {expected} differs from {name} = {actual} of {path}; remove --{flag}"
             )
 
 
@@ -174,7 +174,7 @@ def shape_from_tensors(
     if flags.n_kv_heads is not None and flags.n_kv_heads != keys // head_dim:
         raise UsageError(
             f"--n_kv_heads {flags.n_kv_heads} is not what {path} has with --n_heads {heads}, which"
-            f" is {keys // head_dim}; drop it"
+            f" is {keys // head_dim}; remove it"
         )
     return {
         "vocab_size": vocab_size,

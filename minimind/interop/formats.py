@@ -280,7 +280,7 @@ class Gguf(Llama):
         except ModuleNotFoundError as error:
             raise UsageError(
                 "--format gguf needs the package gguf, which is not installed;"
-                f" {install_extra('gguf')}"
+                f" run {install_extra('gguf')}"
             ) from error
         kind, scaling = super().model_type(config), config.rope_scaling
         lacks = {

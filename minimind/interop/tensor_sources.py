@@ -170,7 +170,8 @@ def open_checkpoint(directory: Path, weights: str = TRAINED) -> TensorSource:
     averaged = contents.shards.kinds.get(AVERAGE, set()) if weights == AVERAGE else set[str]()
     if weights == AVERAGE and not averaged:
         raise UsageError(
-            f"--weights {AVERAGE}: {directory} has no average; leave it out, or train with --ema"
+            f"--weights {AVERAGE}: {directory} has no average; remove --weights, or train with"
+            " --ema"
         )
     buffers = contents.buffers
     slices = {name: buffers.get_slice(name) for name in buffers.keys()}
@@ -193,7 +194,7 @@ def require_trained(weights: str, place: str) -> None:
     if weights != TRAINED:
         raise UsageError(
             f"--weights {weights}: {place} is not a checkpoint and has only one set of weights;"
-            " leave it out"
+            " remove --weights"
         )
 
 

@@ -165,7 +165,7 @@ def main(python: str, flags: Sequence[str]) -> int:
         if scratch:
             shutil.rmtree(scratch, ignore_errors=True)
     if signals.reason and signals.torchrun is None:
-        _say(f"stopped on {signals.reason} {moment}; run it again to go on")
+        _say(f"stopped on {signals.reason} {moment}; run it again to continue")
         return PREEMPTED
     assert isinstance(status, int)
     return status
@@ -222,7 +222,8 @@ def start(
         status = Interrupted.status
     elif signals.reason:
         _say(
-            f"stopped on {signals.reason} before the first step or by force; run it again to go on"
+            f"stopped on {signals.reason} before the first step or by force; run it again to"
+            " continue"
         )
         status = PREEMPTED
     elif code < 0:

@@ -291,7 +291,7 @@ def count_gpus(visible: str | None, source: str = "CUDA_VISIBLE_DEVICES") -> int
             there = f"nvidia-smi lists {gpus} GPU{'s' if gpus > 1 else ''}"
             raise RendezvousError(
                 f"{source} is {visible!r}, and {there if gpus else 'this host has no GPU driver'};"
-                " correct it or leave it out"
+                " correct it, or unset it"
             )
     return gpus if names is None else len(names)
 

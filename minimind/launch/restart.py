@@ -100,7 +100,7 @@ class Meeting:
         """
         write_whole(self.folder / str(self.me.rank), json.dumps(asdict(self.me)).encode())
         if disk.exists(self.folder / STOP):
-            raise Stopped("another host was stopped; run the same command again to go on")
+            raise Stopped("another host was stopped; run the same command again to continue")
 
     def _publish(self, ranks: list[int]) -> None:
         """Write the decision unless another host has; then delete the folders of earlier ones."""
@@ -218,7 +218,7 @@ def choose(layout: Layout | None, hosts: Sequence[Host], now: int) -> Choice:
         choices = [choice for choice in choices if choice.accumulation == layout.accumulation_steps]
         choices = [one for one in choices if not most or one.processes == layout.world_size]
     if not choices:
-        any_number = f" (with --global_batch_size {layout.paddable_rows} any number can go on)"
+        any_number = f" (with --global_batch_size {layout.paddable_rows} any number can continue)"
         raise PeerError(
             f"fewer processes need more micro-batches each, and {layout.fixed_by} fixes"
             f' gradient_accumulation_steps = {layout.accumulation_steps}; write "auto" there, and'
@@ -251,7 +251,7 @@ def variables(
 ) -> dict[str, Any]:
     """Return the environment of the next launch on this host; raise PeerError if it is left out."""
     if me not in choice.hosts:
-        any_number = f" (with --global_batch_size {paddable_rows} any number can go on)"
+        any_number = f" (with --global_batch_size {paddable_rows} any number can continue)"
         raise PeerError(
             f"host {me.rank} is left out of the restart: {len(choice.hosts)} hosts with"
             f" {choice.each} processes each can divide the batch, and more cannot; {AGAIN} on them"
@@ -351,7 +351,7 @@ def _prepare(
         if rows := layout.paddable_rows:
             padded = choose(replace(layout, global_batch_size=rows), hosts, launched.processes)
             if padded.processes > choice.processes:
-                more = f"{padded.processes} could go on with --global_batch_size {rows}"
+                more = f"{padded.processes} could continue with --global_batch_size {rows}"
                 changes.append(f"; {more}")
     wait = back_off(number, first)
     _say(

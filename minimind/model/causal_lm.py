@@ -169,11 +169,7 @@ class MiniMindModel(Decoder, MiniMindPreTrainedModel):
             end = past + length
             if position_ids is not None and not is_bounded:
                 end = int(position_ids.max()) + 1  # read back from the device
-            if end > len(self.pos_cis):
-                raise ValueError(
-                    f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
-                    " shorten the input or raise max_position_embeddings."
-                )
+            self.require_positions(end)
         at = slice(past, past + length) if position_ids is None else position_ids
         rotary = self.rotary_at(at)
         drops = None
@@ -272,8 +268,8 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
 
         With loss_chunk_size, return loss_sum and targets of shift_labels (of this rank's positions
         with `sequence`) instead of loss and logits: all logits at once if 0, else so many. With
-        loss_by_row both are of each row, (B,). An own_loss of logits and targets gives the sum; it
-        is not compiled.
+        loss_by_row both are of each row, (B,). An own_loss of logits and targets gives the sum, or
+        the sums; it is not compiled.
         """
         # Not a parameter: transformers' Trainer waits for every parameter that is named a label.
         shift_labels = kwargs.pop("shift_labels", None)
@@ -293,7 +289,7 @@ class MiniMindForCausalLM(MiniMindPreTrainedModel, GenerationMixin):
             if own_loss is None:
                 loss_sum, targets = self.loss_of(x_BTE, own_BT, loss_chunk_size, loss_by_row)
             else:
-                loss_sum, targets = own_sum(own_loss, self.lm_head(x_BTE), own_BT)
+                loss_sum, targets = own_sum(own_loss, self.lm_head(x_BTE), own_BT, loss_by_row)
             return MiniMindOutput(loss_sum=loss_sum, targets=targets, **shared)
         last = logits_to_keep
         kept = last if isinstance(last, Tensor) else slice(-last, None)  # all if 0

@@ -277,6 +277,7 @@ class Decoder(nn.Module):
         """
         x_BTE = x if x.is_floating_point() else self.embed_tokens(x)
         if rotary is None:
+            self.require_positions(x_BTE.shape[1])
             rotary = self.rotary_at(slice(x_BTE.shape[1]))
         if dropout is not None:
             x_BTE = dropout(x_BTE, 0)
@@ -287,6 +288,14 @@ class Decoder(nn.Module):
                 x_BTE, *others = x_BTE
                 also.append(others)
         return self.norm(x_BTE)
+
+    def require_positions(self, end: int) -> None:
+        """Raise ValueError if the positions before `end` are more than the table has."""
+        if end > len(self.pos_cis):
+            raise ValueError(
+                f"position {end - 1} is beyond max_position_embeddings={len(self.pos_cis)}:"
+                " shorten the input or raise max_position_embeddings."
+            )
 
     def rotary_at(self, index: Tensor | slice) -> Rotary:
         """Rotation at the positions `index`, without complex numbers in a graph for compilers."""

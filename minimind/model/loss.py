@@ -72,10 +72,14 @@ def chunked_loss(
 
 
 def own_sum(
-    loss: Callable[[Tensor, Tensor], Tensor], logits_BTV: Tensor, targets_BT: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor],
+    logits_BTV: Tensor,
+    targets_BT: Tensor,
+    by_row: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of a loss of the user's own, and the number of targets."""
-    return loss(logits_BTV, targets_BT), (targets_BT != IGNORED).sum()
+    """Return the sum of another loss, and the number of targets; `by_row` of each row, (B,)."""
+    loss_sum, is_target = loss(logits_BTV, targets_BT), targets_BT != IGNORED
+    return (loss_sum, is_target.sum(-1)) if by_row else (loss_sum.sum(), is_target.sum())
 
 
 def mean_with_nan_grads(loss_sum: Tensor, count: Tensor, also: Tensor | None = None) -> Tensor:

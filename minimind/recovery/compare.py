@@ -25,7 +25,9 @@ EXACT, EXACT_KINDS = 1e-9, ("rows", "lr")  # what no rounding changes: token ids
 # Rounding: two orders of the same sums differ by less than so many eps, relative to the norm. The
 # table of tests/recovery/compared.py has what is named by it, and what is not.
 ROUNDING = 16.0
-COMPUTED = ("rows", "lr", "activation", "loss", "gradient", "grad_norm", "fp32", "ema")
+# Kinds in the order of a step: those of its gradients, moments of any name, then weights.
+COMPUTED = ("rows", "lr", "activation", "loss", "gradient", "grad_norm")
+WEIGHTS, SCALARS = ("ema", "fp32"), ("lr", "loss", "grad_norm")
 WEIGHT = 0.02  # root mean square of new weights
 GROWTH = 10.0  # how much more than so far a difference may be at the next step that is compared
 CLIPPED = 1e-4  # relative; DeepSpeed and torch add 1e-6 to the norm that they divide by
@@ -72,7 +74,8 @@ class Side:
         if name == "run_start":
             self.forget(fields["step"])
             self.identity, self.dtype = fields["identity"], fields["dtype"]
-            self.layout = {key: fields.get(key) for key in LAYOUT} | {"v": fields["versions"]}
+            self.layout = {key: fields.get(key) for key in LAYOUT}
+            self.layout |= {f"version of {key}": one for key, one in fields["versions"].items()}
         elif name == "rolled_back":
             self.forget(fields["to"])
         else:
@@ -157,30 +160,18 @@ def _size(a: Sequence[float], b: Sequence[float]) -> float:
 
 def numbers_of(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Number]:
     """The numbers that both have, in the order in which a step computes them."""
-    yield from _places("rows", a, b)
-    for name in ("lr", "activation", "loss", "gradient", "grad_norm"):
-        if name in ("activation", "gradient"):
-            yield from _places(name, a, b)
-        elif name in a and name in b:
-            one, other = a[name], b[name]
-            gap = _gap(one, other, max(abs(one), abs(other)))
-            yield Number(name, "", (one, other), gap)
-    of_steps = a.get("numbers", {})
-    for kind in sorted({*of_steps} - {"rows", "activation", "gradient"}, key=_is_weight):
-        yield from _places(kind, a, b)
-
-
-def _is_weight(kind: str) -> tuple[bool, str]:
-    return kind in ("fp32", "ema"), kind
-
-
-def _places(kind: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Number]:
-    if kind == "rows" and "rows" in a and "rows" in b and a["rows"] != b["rows"]:
-        yield Number(kind, "positions", (a["rows"], b["rows"]), math.inf)
-    one, other = (fields.get("numbers", {}).get(kind, {}) for fields in (a, b))
-    for place in reversed(one) if kind == "gradient" else one:
-        if place in other:
-            yield Number(kind, place, (one[place], other[place]), _size(one[place], other[place]))
+    if "rows" in a and "rows" in b and a["rows"] != b["rows"]:
+        yield Number("rows", "positions", (a["rows"], b["rows"]), math.inf)
+    ones, others = (fields.get("numbers", {}) for fields in (a, b))
+    for kind in (*COMPUTED, *sorted({*ones} - {*COMPUTED, *WEIGHTS}), *WEIGHTS):
+        if kind in SCALARS and kind in a and kind in b:
+            one, other = a[kind], b[kind]
+            yield Number(kind, "", (one, other), _gap(one, other, max(abs(one), abs(other))))
+        places, of_other = ones.get(kind, {}), others.get(kind, {})
+        for place in reversed(places) if kind == "gradient" else places:
+            if place in of_other:
+                pair = places[place], of_other[place]
+                yield Number(kind, place, pair, _size(*pair))
 
 
 @dataclass
@@ -206,11 +197,7 @@ class Comparison:
     @property
     def layouts(self) -> list[str]:
         """What may change rounding, and differs."""
-        a, b = (
-            {key: value for key, value in side.layout.items() if key != "v"}
-            | {f"version of {key}": value for key, value in side.layout.get("v", {}).items()}
-            for side in self.sides
-        )
+        a, b = (side.layout for side in self.sides)
         names = [name for name in a if name in b and a[name] != b[name]]
         return [f"{name}: {a[name]} -> {b[name]}" for name in names]
 
@@ -220,7 +207,7 @@ def compare(a: Side, b: Side) -> Comparison:
     eps = max(EPS.get(side.dtype, EPS["float32"]) for side in (a, b))
     result = Comparison((a, b), eps)
     for step in sorted({*a.steps} & {*b.steps}):
-        taken = [Taken.of(side, step) for side in (a, b)]
+        taken = [Taken(side, step) for side in (a, b)]
         is_known = all(one.is_right and one.norm and one.before < math.inf for one in taken)
         fields = [one.unclipped() if is_known else one.fields for one in taken]
         rate = max((abs(number(one.get("lr"), 0.0)) for one in fields), default=0.0)
@@ -257,45 +244,35 @@ def _judged(one: Number, result: Comparison, rate: float, of_norm: float) -> Num
     """The number with the limit of rounding, which grows from step to step by way of weights.
 
     Adam divides a gradient by its size, so that the rounding of a small one moves its weight by up
-    to the `rate`. Such gradients are rare: of the norm it is the root of eps. `of_norm` is the
+    to the `rate`. Such gradients are rare: of the norm it is the root of eps. A bias that it moves
+    shows in the sum of the next activations, as it is added to every token. `of_norm` is the
     difference of the step's gradient norms.
     """
     if one.kind in EXACT_KINDS:
         return replace(one, limit=EXACT)
     # A moment holds the gradients of all steps.
-    kinds = (one.kind, "fp32") + (("gradient",) if one.kind not in COMPUTED else ())
+    is_moment = one.kind not in COMPUTED + WEIGHTS
+    kinds = (one.kind, "fp32") + ("gradient",) * is_moment
     so_far = max(result.sizes.get(kind, 0.0) for kind in kinds)
-    if one.kind not in COMPUTED and of_norm <= ROUNDING * result.eps:
+    if is_moment and of_norm <= ROUNDING * result.eps:
         so_far = max(so_far, of_norm)
-    of_update = rate / WEIGHT * result.eps**0.5 if one.kind in ("fp32", "ema") else 0.0
+    is_moved = one.kind in WEIGHTS or (one.kind == "activation" and result.steps)
+    of_update = rate / WEIGHT * result.eps**0.5 if is_moved else 0.0
     return replace(one, limit=max(ROUNDING * result.eps, of_update, GROWTH * so_far))
 
 
-@dataclass(frozen=True)
 class Taken:
     """The gradients of a step, which the optimizer takes after clipping."""
 
-    fields: dict[str, Any]
-    norm: float  # of those
-    before: float  # the gradient norm of the step; NaN if it is unknown
-    right: float  # the norm that they should have: that before clipping, or --grad_clip
-
-    @classmethod
-    def of(cls, side: Side, step: int) -> Taken:
-        """The gradients of a step of a run."""
-        fields = side.steps[step]
-        gradients = fields.get("numbers", {}).get("gradient", {})
-        before = fields.get("grad_norm", math.nan)
+    def __init__(self, side: Side, step: int) -> None:
+        self.fields = side.steps[step]
+        gradients = self.fields.get("numbers", {}).get("gradient", {})
+        self.norm = math.hypot(*(values[0] for values in gradients.values()))
+        self.before = self.fields.get("grad_norm", math.nan)  # clipping; NaN if it is not known
         clip = number(side.identity.get("lr", {}).get("grad_clip"), 0.0) or math.inf
-        norm = math.hypot(*(values[0] for values in gradients.values()))
-        # Of a log by another program the limit is not known.
-        right = min(before, clip) if side.identity else norm
-        return cls(fields, norm, before, right)
-
-    @property
-    def is_right(self) -> bool:
-        """Whether norm and clipping fit the gradients, as far as they are known."""
-        return not (self.norm and abs(self.norm - self.right) > CLIPPED * self.right)
+        # The norm that they should have. Of a log by another program the limit is not known.
+        self.right = min(self.before, clip) if side.identity else self.norm
+        self.is_right = not (self.norm and abs(self.norm - self.right) > CLIPPED * self.right)
 
     def unclipped(self) -> dict[str, Any]:
         """The fields with the gradients before clipping."""
@@ -372,7 +349,6 @@ def cause(result: Comparison) -> str:
     one, other = number.values
     a, b = result.sides
     alike = [found for found in result.found if found.kind == number.kind]
-    lines = a.lines | b.lines
     if number.kind == "rows":
         if number.place == "positions":
             return f"rows {one[0]}:{one[1]} -> {other[0]}:{other[1]}"
@@ -384,7 +360,7 @@ def cause(result: Comparison) -> str:
             f" {other:.6g}, which the gradient norm and --grad_clip make {one:.6g}"
         )
     name = NAMES.get(number.kind, number.kind)
-    if number.kind in ("lr", "loss", "grad_norm"):
+    if number.kind in SCALARS:
         late = [s for s, t in ((a, b), (b, a)) if number.kind == "lr" and _is_late(s, t, step)]
         of = f"; {late[0].name} has that of the step before" if late else ""
         return f"{name} {one:.6g} -> {other:.6g}{of}"
@@ -393,18 +369,19 @@ def cause(result: Comparison) -> str:
     some = f"{', '.join(places[:MOST_NAMED])}{more}"
     if len(alike) > 1 and (factor := factor_of(alike)) is not None:
         return f"{name} by a factor of {factor:.6g}, of {some}"
-    text = f"{name} of {number.place if number.kind in ('activation', 'gradient') else some}"
-    at = lines.get(number.place if number.kind in ("activation", "gradient") else "optimizer")
-    text += f" ({at})" if at else ""
-    if number.kind == "activation" and result.equal_weights:
-        text += ", though the optimizer's weights before it agree"
-    return text
+    where, code = some, "optimizer"
+    if number.kind in COMPUTED:
+        where = code = number.place
+    at = (a.lines | b.lines).get(code)
+    is_of_weights = number.kind == "activation" and result.equal_weights
+    agreed = ", though the optimizer's weights before it agree" if is_of_weights else ""
+    return f"{name} of {where}{f' ({at})' if at else ''}{agreed}"
 
 
 def _is_late(side: Side, other: Side, step: int) -> bool:
     """Whether a side has the learning rate that the other had one step before."""
-    before, now = other.steps.get(step - 1, {}).get("lr"), side.steps[step].get("lr")
-    return before is not None and now is not None and _gap(now, before, before) < EXACT
+    before = other.steps.get(step - 1, {}).get("lr", math.nan)
+    return _gap(side.steps[step]["lr"], before, before) < EXACT
 
 
 def as_json(result: Comparison) -> dict[str, Any]:

@@ -458,7 +458,7 @@ class CorruptionCheck:
             logger.event("corruption", step=step, faults=[self.fields(fault) for fault in faults])
             if self.run.on_corruption != "stop":
                 text = self.text(faults)
-                logger.print(f"warning: corruption at step {step}: {text}; the run goes on")
+                logger.print(f"warning: corruption at step {step}: {text}; the run continues")
         elif is_timed and self._checks > 1 and not self._is_cost_known:  # now warm
             self._is_cost_known = True
             interval = self.run.verify_interval
@@ -480,7 +480,7 @@ class CorruptionCheck:
             passed = f"step {self.first}, where this run started; no check has passed since"
         remedy = f"{exclude} and train again: no checkpoint is left from before {passed}"
         if path is not None:
-            remedy = f"{exclude} and go on from {path} (--resume), saved before {passed}"
+            remedy = f"{exclude} and continue from {path} (--resume), saved before {passed}"
         return CorruptionError(f"{self.text(faults)}; {remedy}", cause_rank=faults[0].ranks[0])
 
     def text(self, faults: list[Fault]) -> str:

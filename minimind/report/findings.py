@@ -715,7 +715,7 @@ def _crashes(case: Case) -> Iterator[Found]:
     if is_whole:
         again = f"all {formats.count(int(case.total_steps), 'step')} are trained and saved"
     elif saved:
-        again = f"the same command goes on from step {saved[-1]:,.0f}"
+        again = f"the same command continues from step {saved[-1]:,.0f}"
     else:
         again = "the same command starts from the beginning, as nothing was saved"
     at = f"at step {max(case.run.last_step, 0):,.0f} of {case.total_steps:,.0f}"

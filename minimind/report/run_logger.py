@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minimind.engine.clocks import LABELS, mean_ms, median_ms, profile_table, ranks_table
+from minimind.engine.clocks import (
+    LABELS,
+    PhaseClock,
+    mean_ms,
+    median_ms,
+    profile_table,
+    ranks_table,
+)
 from minimind.report.formats import PAUSES, clock_time
 from minimind.report.slowness import Setting, Verdicts
 from minimind.report.usage import Usage
@@ -108,6 +115,7 @@ class RunLogger:
         self._is_profiling = is_profiling
         self._mfu_per_speed = mfu_per_speed or {}
         self._device = device
+        self.clock = PhaseClock(device)  # that of the loop from `begin` on
         self._total = total_steps
         self._bar: ProgressBar | None = None
         self._usage: Usage | None = None  # on rank 0, from `begin` on
@@ -151,11 +159,12 @@ class RunLogger:
             if self.trackers:
                 self.trackers.event(name, fields)
 
-    def begin(self, step: int, tokens: int = 0) -> None:
+    def begin(self, step: int, tokens: int = 0, clock: PhaseClock | None = None) -> None:
         """Show the progress bar from `step` on (terminals only) and start the tokens/s clock.
 
-        `tokens` were trained on before.
+        `tokens` were trained on before. `clock` is that of the steps.
         """
+        self.clock = clock or self.clock
         self._start, self._steps, self._tokens = time.perf_counter(), 0, tokens
         self._line_times, self._line_pauses = [], dict.fromkeys(PAUSES, 0.0)
         self._usage = Usage(self._device) if self._is_rank_0 else None
@@ -230,10 +239,12 @@ class RunLogger:
         self._first_end += milliseconds / 1e3
 
     @contextmanager
-    def pausing(self, cause: str) -> Iterator[None]:
-        """Time the block and add it as a pause."""
-        started = time.perf_counter()
+    def pausing(self, cause: str, name: str = "") -> Iterator[None]:
+        """Time the block and add it as a pause; peers call a rank that hangs there `name`."""
+        clock, started = self.clock, time.perf_counter()
+        phase, clock.phase = clock.phase, name or cause
         yield
+        clock.phase = phase
         self.add_pause(cause, (time.perf_counter() - started) * 1e3)
 
     def unlogged_pauses(self) -> dict[str, float]:

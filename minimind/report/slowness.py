@@ -317,7 +317,7 @@ def _communication(times: Times, setting: Setting) -> Iterator[Finding]:
     if setting.tensor_parallel > 1:
         seen = "communication, including both passes of tensor_parallel ="
         seen += f" {setting.tensor_parallel}, is {share}"
-        advice = "drop --tensor_parallel if a micro-batch fits without it"
+        advice = "remove --tensor_parallel if a micro-batch fits without it"
     elif stage >= 2 and micro_batches > 1:
         saved = comm * (1 - 1 / micro_batches)
         advice = f"stage 1, if it fits: it reduces gradients once a step, not {micro_batches} times"
@@ -344,7 +344,7 @@ def _optimizer(times: Times, setting: Setting) -> Iterator[Finding]:
     if setting.updates_by_flag:
         advice = f"--zero_update auto, or {advice}"
     if setting.offloads:
-        advice = "drop offload_optimizer if the memory suffices, or take more rows a step"
+        advice = "remove offload_optimizer if the memory suffices, or take more rows a step"
         saved = update
     seen = f"the optimizer takes {_share(update, step, 'the step')}"
     yield _cause("optimizer", update, step, saved, seen, advice)

@@ -88,7 +88,7 @@ class Tracker:
         if not self._is_disabled:
             self._is_disabled = True
             print(
-                f"warning: tracker {self.name}: {why}; training goes on without it, and"
+                f"warning: tracker {self.name}: {why}; training continues without it, and"
                 " metrics.jsonl has everything",
                 file=sys.stderr,
                 flush=True,

@@ -116,7 +116,7 @@ def state_of(runs: Sequence[Run], now: float) -> dict[str, Any]:
     kinds = [kind for kind, _ in last]
     if "running" in kinds:
         paces = [run.pace for run, kind in zip(runs, kinds, strict=True) if kind == "running"]
-        number = f"{kinds.count('running')} of {len(runs)} runs go on."
+        number = f"{kinds.count('running')} of {len(runs)} runs are running."
         text = "Running." if len(runs) == 1 else number
         return {"kind": "running", "text": text, "stale": max(STALE, 3 * max(paces))}
     if "waiting" in kinds:

@@ -273,7 +273,7 @@ def visible_gpu_names(value: str, source: str) -> list[str]:
         fault = "in which one GPU is named twice, and CUDA then sees none"
     else:
         return names
-    raise RendezvousError(f"{source} is {value!r}, {fault}; write it as 0,1 or leave it out")
+    raise RendezvousError(f"{source} is {value!r}, {fault}; write it as 0,1, or unset it")
 
 
 def _is_in(value: str, allowed: range) -> bool:

@@ -31,6 +31,7 @@ from minimind.errors import (
     RendezvousError,
     RunError,
     Stopped,
+    is_of_compiler,
     known_error,
 )
 from minimind.runtime.console import Console
@@ -142,7 +143,7 @@ class Ending:
                 if status == PREEMPTED:
                     step = self.progress.step
                     write_torchrun_error(
-                        f"{PROGRAM}: stopped and saved at step {step}; {RUN_AGAIN} to go on"
+                        f"{PROGRAM}: stopped and saved at step {step}; {RUN_AGAIN} to continue"
                     )
             return self._status
 
@@ -155,7 +156,11 @@ class Ending:
 
     def _report(self, error: Exception, lost: FailedRank | None = None) -> int:
         rank, peers = self.progress.rank, self.progress.peers
-        known = known_error(error)
+        known, stop = known_error(error), self.progress.stop.signal
+        if known is None and stop and is_of_compiler(error):
+            known = Stopped(
+                f"stopped on {stop} while the model was compiled, without another save; {RUN_AGAIN}"
+            )
         is_bug = known is None
         reported = known or RunError(str(error) or type(error).__name__)
         is_peer = isinstance(reported, PeerError | RendezvousError) and reported.cause_rank is None

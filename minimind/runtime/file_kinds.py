@@ -256,13 +256,13 @@ IS_GGUF = (
     " or a directory of safetensors"
 )
 BESIDE = "put its config.json and tokenizer there, and name OUT"
-GO_ON = "go on from it with `minimind import --from deepspeed {above} --out RUN`"
+GO_ON = "continue from it with `minimind import --from deepspeed {above} --out RUN`"
 # What is in a folder -> what this is and the way out, where {found} is the first of its files,
 # {above} the folder of this, and {root} and {tag} are DeepSpeed's.
 FORMS = (
     (
         ("latest_universal", "*_universal/zero", "zero/*/fp32.pt"),
-        "is a universal checkpoint of DeepSpeed; go on from it with `minimind import --from"
+        "is a universal checkpoint of DeepSpeed; continue from it with `minimind import --from"
         " deepspeed`",
     ),
     (

@@ -168,8 +168,8 @@ def owned_model(name: str, private: bool, is_ours: Callable[[bytes], bool]) -> R
         )
     if there is not None and private and not there.private:
         raise UsageError(
-            f"--push_to_hub {name}: the model is there and public, which --hub_private_repo does"
-            " not change; drop it, or name a new model"
+            f"--push_to_hub {name}: the model exists and is public, which --hub_private_repo"
+            " does not change; remove --hub_private_repo, or give a new name"
         )
     files = [one.rfilename for one in (there and there.siblings) or ()]
     weights = [file for file in files if file.endswith((*WEIGHTS, ".gguf"))]

@@ -44,7 +44,7 @@ def require_extra(extra: str, what: str, *packages: str) -> None:
         if find_spec(package) is None:
             raise UsageError(
                 f"{what} needs the package {package}, which is not installed;"
-                f" {install_extra(extra)}"
+                f" run {install_extra(extra)}"
             )
 
 
@@ -55,8 +55,9 @@ def _near(path: Path) -> str:
 
 
 # The command that starts a run.
+_SCRIPT = PROJECT / "run_accelerate.sh"
 LAUNCH = (
-    "bash run_accelerate.sh"
-    if disk.exists(PROJECT / "run_accelerate.sh")
+    f"bash {_near(_SCRIPT)}"
+    if disk.exists(_SCRIPT)
     else f"{minimind_command(sys.executable)} launch"
 )

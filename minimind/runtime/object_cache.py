@@ -168,7 +168,7 @@ class CacheUse:
             bound = f"more than max_cache_gib = {self._max_gib:g} ({most:,} bytes)"
             if needed > most:
                 raise UsageError(
-                    f"{text} of objects at once, {bound}; raise --max_cache_gib, or drop it"
+                    f"{text} of objects at once, {bound}; raise --max_cache_gib, or remove it"
                 )
             raise StorageError(
                 f"{text}, and with the {total - needed:,} that other commands use from"

@@ -44,7 +44,8 @@ class NewFolder:
         if not disk.lexists(out):
             return
         if not self.force:
-            raise UsageError(f"--out {out} exists; give another folder, or --force to replace it")
+            force = ", or --force to replace it" if self.own else ""
+            raise UsageError(f"--out {out} exists; give another folder{force}")
         if disk.is_symlink(out) or not disk.is_dir(out):
             raise UsageError(
                 f"--out {out} is a file or a link, which --force does not replace; give another"

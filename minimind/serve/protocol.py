@@ -178,11 +178,11 @@ class Request(ClosedJson):
         """Refuse what would change the answer."""
         for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
             if getattr(self, name):
-                _refuse(name, "is not supported; leave it out, or give repetition_penalty")
+                _refuse(name, "is not supported; remove it, or give repetition_penalty")
         if (self.response_format or {}).get("type", "text") != "text":
-            _refuse("response_format", "is not supported but for text; leave it out")
+            _refuse("response_format", "only supports text; remove it")
         if self.stream_options and not self.stream:
-            _refuse("stream_options", "is for a stream; set stream, or leave it out")
+            _refuse("stream_options", "has no effect without stream; set stream, or remove it")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
@@ -216,11 +216,11 @@ class ChatRequest(Request):
             if getattr(self, name):
                 _refuse(name, "is OpenAI's old name; give tools and tool_choice")
         if self.modalities and self.modalities != ["text"]:
-            _refuse("modalities", "has more than text, which is all that is supported; drop it")
+            _refuse("modalities", "has more than text, which is all that is supported; remove it")
         if self.tool_choice not in (None, "none", "auto"):
             _refuse("tool_choice", "is neither none nor auto; others are not supported")
         if self.parallel_tool_calls is False and self.tools and self.tool_choice != "none":
-            _refuse("parallel_tool_calls", "is false, which is not supported; leave it out")
+            _refuse("parallel_tool_calls", "is false, which is not supported; remove it")
         if self.top_logprobs and not self.logprobs:
             _refuse("top_logprobs", "needs logprobs; set it to true")
         if self.most_new == 0:
@@ -257,9 +257,9 @@ class CompletionRequest(Request):
     def require_supported(self) -> None:
         super().require_supported()
         if self.suffix:
-            _refuse("suffix", "is not supported; leave it out")
+            _refuse("suffix", "is not supported; remove it")
         if (self.best_of or 1) > (self.n or 1):
-            _refuse("best_of", "is not supported; leave it out")
+            _refuse("best_of", "is not supported; remove it")
         if self.most_new == 0 and not self.echo:
             _refuse("max_tokens", "is 0 without echo, which asks for nothing; give 1 or more")
 
@@ -297,7 +297,7 @@ def parse(body: bytes, kind: type[Kind]) -> Kind:
         message = f"the request {describe_fault(fault)}"
         if fault["type"] == "extra_forbidden":
             close = get_close_matches(str(fault["loc"][-1]), kind.model_fields, 1, 0.8)
-            message += f", which is not supported; {f'is it {close[0]}?' if close else 'drop it'}"
+            message += f", which is not supported; {f'is it {close[0]}?' if close else 'remove it'}"
         raise Refusal(400, message, "invalid_value", param) from None
     request.require_supported()
     return request
@@ -341,16 +341,16 @@ def conversation_of_request(
     if wrong := [one for one in variables if one in FIXED_VARIABLES or not one.isidentifier()]:
         _refuse(
             "chat_template_kwargs",
-            f"has {wrong[0]!a}, which is not a valid name of a variable; drop it",
+            f"has {wrong[0]!a}, which is not a valid name of a variable; remove it",
         )
     if unread := [one for one in variables if not reads(template.source, one)]:
-        reason = f"has {unread[0]!a}, which the chat template does not read; drop it"
+        reason = f"has {unread[0]!a}, which the chat template does not read; remove it"
         _refuse("chat_template_kwargs", reason)
     tools = None
     if request.tools and request.tool_choice != "none":
         tools = tools_of(request.tools)
         if not template.writes_tools(tools):
-            _refuse("tools", "are not written by the chat template of this model; leave them out")
+            _refuse("tools", "are not written by the chat template of this model; remove them")
     return Conversation(messages, tools, variables)
 
 

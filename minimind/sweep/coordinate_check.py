@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minimind.architecture.hf_models import model_of
 from minimind.architecture.select import minimind_config
-from minimind.config.checks import check
+from minimind.config.checks import as_typed, check, given
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import unread_flag_faults
 from minimind.config.origin import Origin, Rank
@@ -110,14 +110,14 @@ def _run_of(words: Sequence[str]) -> RunConfig:
     run = parse_flags(words)
     if run.hugging_face is not None:
         raise UsageError(
-            f"--model {run.model} is a model of transformers, and muP is for the built-in decoder;"
-            " drop it"
+            f"--model {run.model} is a model of transformers, but muP is for the built-in decoder;"
+            " remove --model"
         )
     defaults = {k: v for k, v in DEFAULTS.items() if run.sources[k].rank <= Rank.DEFAULT}
     faults = [fault.sentence for fault in unread_flag_faults(run)]
     faults += [
-        f"{name} = {getattr(run, name)} ({run.sources[name]}) is {value} in a coordinate check;"
-        " drop it"
+        f"{given(run, name)} has no effect: a coordinate check sets {name} to {as_typed(value)};"
+        f" {given(run, name).remove}"
         for name, value in FIXED.items()
         if run.is_explicit(name) and getattr(run, name) != value
     ]

@@ -195,13 +195,15 @@ def _require_suited(run: RunConfig, own: Mapping[str, Any]) -> None:
             raise UsageError(f"{name} = {getattr(run, name)} ({run.sources[name]}) {BY_TOKENS}")
     for name, is_other in (
         ("init_from", run.init_from is not None),
+        ("teacher", run.teacher is not None),
+        ("loss", run.own_loss),
         ("use_moe", run.use_moe),
         ("model", run.hugging_face is not None),
     ):
         if is_other:
             raise UsageError(
                 f"{name} = {getattr(run, name)} ({run.sources[name]}), but the law is for the"
-                " built-in dense decoder, trained from the start; remove it"
+                " built-in dense decoder, trained from the start by the cross-entropy; remove it"
             )
 
 

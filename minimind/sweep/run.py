@@ -151,7 +151,7 @@ class Runner:
                 if end and end["state"] != "failed":  # it ended before it could be recorded
                     self._end(folder, progress, end)
                     continue
-                then = ", and goes on" if wanted(folder) else ""
+                then = ", and continues" if wanted(folder) else ""
                 print(f"{folder}: was interrupted{then}", flush=True)
                 self._record(found, state="interrupted")
 
@@ -179,7 +179,7 @@ class Runner:
             for job in tuple(self._running):
                 self._look_at(job, is_to_be_pruned)
         if self.stop.reason:
-            self._say(f"stopped on {self.stop.reason}; run the same command again to go on")
+            self._say(f"stopped on {self.stop.reason}; run the same command again to continue")
             return PREEMPTED
         for why, _ in self._aside.values():
             self._say(why)

@@ -129,6 +129,8 @@ def _point(run: Run) -> Point | str:
         reason = "its number of parameters is not recorded"
     elif run.fact("init_from") is not None:
         reason = "begins with trained weights (--init_from)"
+    elif run.own_loss:
+        reason = f"trains with another loss ({run.own_loss})"
     elif not disk.is_file(config):
         reason = "has no config.yaml"
     elif fault := run.config_fault:

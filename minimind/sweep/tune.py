@@ -310,7 +310,7 @@ class Search:
         gain = best.speed / self.first.speed
         print(f"{best.name}: {gain:.2f} times the speed as given\n  {command}")
         if left := sum(not (one.speeds or one.fault) for one in self.candidates.values()):
-            print(f"No time was left for {left} candidates; raise --minutes to go on.")
+            print(f"No time was left for {left} candidates; raise --minutes to continue.")
         known = [{"settings": one.name, **asdict(one)} for one in self.candidates.values()]
         content = {"chosen": best.name, "command": command, "candidates": known}
         write_whole(place / "tune.json", f"{json.dumps(content, indent=1)}\n".encode())

@@ -46,6 +46,7 @@ _BY_RANK_0 = "read by rank 0 alone"
 MAY_DIFFER = {
     **dict.fromkeys(("data_path", "val_path", "source", "tokenizer", "skip_rows"), _BY_CONTENT),
     **dict.fromkeys(("stages", "chat_template", "sample_prompts", "config"), _BY_CONTENT),
+    "teacher": _BY_CONTENT,
     "deepspeed_config": "the values of the file are compared",
     "out_dir": "a place, which hosts may mount elsewhere: all must see a file of rank 0 there",
     **dict.fromkeys(("report_to", "wandb_project", "wandb_run_name"), _BY_RANK_0),
@@ -246,6 +247,8 @@ def _files(given: RunConfig, plan: Plan) -> dict[str, Told]:
 
         content = _brief(OwnLoss.imported(given.own_loss).digest())
         found["--loss"] = Told(content, given.own_loss)
+    if plan.teacher:
+        found["--teacher"] = Told(_brief(plan.teacher.digest), plan.teacher.place)
     if given.sample_prompts:
         content = _brief(fingerprint(read_sample_prompts(given)))
         found["--sample_prompts"] = Told(content, given.sample_prompts)

@@ -112,7 +112,7 @@ def _divisors(run: RunConfig, rows: int, world_size: int) -> tuple[str, str]:
     divisors, remedies = [], []
     if run.is_explicit("accumulation_steps"):
         divisors.append(f"{given(run, 'accumulation_steps')}")
-        remedies += ["drop it"] * (rows % processes == 0)
+        remedies += [given(run, "accumulation_steps").remove] * (rows % processes == 0)
     if processes > 1:
         divisors.append(f"{processes} processes")
         if rows % processes:

@@ -6,6 +6,7 @@ from minimind.config.deepspeed.backend_choice import dry_run_notices
 from minimind.engine.optimizers import mup_line
 from minimind.report.formats import count
 from minimind.runtime.urls import is_url, masked
+from minimind.train.memory import too_large
 from minimind.train.rows import run_budgets
 from minimind.train.run_start import settings_tables
 from minimind.train.start import Plan
@@ -35,7 +36,8 @@ def dry_run_text(plan: Plan) -> str:
     costs = model.costs(run) or plan_text(
         run, plan.world_size, plan.resolved.config, device=plan.setup.device
     )
-    notices = [*filter(None, [mup_line(run)]), *dry_run_notices(plan.setup, plan.resolved)]
+    own = mup_line(run), too_large(plan.setup, plan.resolved)
+    notices = [*filter(None, own), *dry_run_notices(plan.setup, plan.resolved)]
     if "batch_size" in run.open_flags:
         notices.append(
             f"auto: {', '.join(run.open_flags)} will be chosen from the text; what follows is for"

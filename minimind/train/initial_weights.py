@@ -195,7 +195,7 @@ def fine_tuned(initial: InitialModel, saved: Manifests) -> InitialModel:
     elif run.template_date is not None:
         raise UsageError(
             f"template_date = {run.template_date} ({run.sources['template_date']}) has no effect:"
-            f" {name} does not ask for the date; drop it"
+            f" the chat template {name} does not ask for the date; remove it"
         )
     initial = replace(initial, template_line=line)
     after = chat_tokenizer(before, template, name, Path(run.cache_dir).expanduser())
@@ -267,7 +267,7 @@ def with_vocabulary_of(run: RunConfig, checkpoint: Path, rows: int) -> RunConfig
         if not before <= run.vocab_size <= rows:
             raise UsageError(
                 f"vocab_size = {run.vocab_size} ({run.sources['vocab_size']}), but {checkpoint} has"
-                f" {rows}; drop it"
+                f" {rows}; remove it"
             )
     return run.with_values(BY_TASK, vocab_size=rows)
 

@@ -46,6 +46,8 @@ def require_inputs(run: RunConfig) -> None:
     require_none(faults)
     if run.hugging_face is not None:
         config_file(run.hugging_face)
+    if run.teacher is not None:
+        _require_model("--teacher ", run.teacher)
     _require_init_from(run)
     if run.tokenizer is not None:
         from minimind.data.tokenizer.load import load_tokenizer
@@ -104,10 +106,14 @@ def _require_init_from(run: RunConfig) -> None:
     goes_on = run.resume != "none" and published_checkpoints(Path(run.out_dir) / "checkpoints")
     if goes_on or run.resume not in ("auto", "none"):
         return
+    _require_model("--init_from ", run.init_from)
+
+
+def _require_model(flag: str, place: str) -> None:
     from minimind.runtime.hub import local_model
 
-    path = with_best(local_model(run.init_from))
-    if fault := not_there(path, "--init_from ") or no_run(path, "--init_from "):
+    path = with_best(local_model(place))
+    if fault := not_there(path, flag) or no_run(path, flag):
         raise CheckpointError(fault)
 
 

@@ -114,7 +114,7 @@ def train(context: RunContext, state: TrainState) -> tuple[TrainState, int, str]
     run, engine = context.run, context.engine
     clock = context.progress.clock = PhaseClock(engine.device, context.communication)
     first = context.progress.step = state.step
-    context.logger.begin(state.step, state.tokens)
+    context.logger.begin(state.step, state.tokens, clock)
     is_cut_off = not catch_up(context, state)
     last = context.schedule.total_steps
     while state.step < last and not is_cut_off:
@@ -179,9 +179,16 @@ def take_step(
     share = context.batches.order.of(step).share(engine.data_rank, engine.parallel.data_size)
     result = engine.step(micro_batches, lr, clock, context.norm_limit, share.start)
     if fingerprints and is_recorded:
-        with context.logger.pausing("fingerprint"):
-            context.logger.event("fingerprint", **fingerprints.end(step + 1, result))
+        log_fingerprint(context, fingerprints, step + 1, result)
     return result
+
+
+def log_fingerprint(
+    context: RunContext, fingerprints: Fingerprints, step: int, result: StepResult
+) -> None:
+    """Log what was recorded of a step, and the weights after it (collective)."""
+    with context.logger.pausing("fingerprint"):
+        context.logger.event("fingerprint", **fingerprints.end(step, result))
 
 
 def register_cleanup(context: RunContext) -> None:
@@ -390,6 +397,9 @@ def end_early(
     if not is_logged:
         context.logger.add_phase_times(clock.take(context.engine.backend.waits))
         log_step(context, state, result)
+    if (fingerprints := context.fingerprints) and step > 1 and step % run.fingerprints:
+        fingerprints.begin(step - 1)  # too late for what the step itself computes
+        log_fingerprint(context, fingerprints, step, result)
     if context.corruption and step % run.verify_interval:
         check_corruption(context, context.corruption, state, first)
     save_last(context, state)

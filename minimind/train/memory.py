@@ -24,10 +24,15 @@ from minimind.config.run_config import RunConfig
 from minimind.errors import HALVED, MemoryFull, which_memory
 from minimind.runtime.device import CUDA, HOST, device_kind
 from minimind.runtime.event_log import EventLog
+from minimind.runtime.process import SCRIPT_PID
 
 if TYPE_CHECKING:
     from minimind.engine.engine import Engine
     from minimind.report.run_logger import RunLogger
+
+# Flags that decide what a row takes, and what is left for it, beside the shape of the model.
+OF_A_ROW = ("max_seq_len", "gradient_checkpointing", "dtype", "optimizer", "ema", "loss", "compile")
+OF_A_ROW += ("dropout", "use_flash_attn", "doc_mask", "sequence_parallel", "tensor_parallel")
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,7 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
 
     Rank 0 reads the records, and all ranks take the smallest number (`with_common_fit`).
     """
-    launch, memory, fitting = setup.launch, None, None
-    is_here = device_kind(setup.device).is_available() and not is_of_another_host(run, launch)
-    if is_here:
-        memory = capacity(setup)
+    launch, memory, fitting = setup.launch, capacity_here(setup, run), None
     if memory is not None and is_estimated(run):
         from minimind.architecture.plan import layout_of, rows_that_fit
 
@@ -60,7 +62,7 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
     rows = most_rows(run, setup.device, fitting)
     if memory is None or fitting != rows:
         tokens = most_tokens(setup.device, fitting is not None)
-        unknown = "" if is_here else ", as the memory is not known here"
+        unknown = "" if memory is not None else ", as the memory is not known here"
         why = f"{tokens:,} tokens{unknown}"
     else:
         why = f"in {memory / 2**30:.2f} GiB"
@@ -69,8 +71,7 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
         "world_size": launch.world_size,
         "zero_stage": resolved.zero_stage,
         "parameters": model.parameters(run),
-        "max_seq_len": run.max_seq_len,
-        "gradient_checkpointing": run.gradient_checkpointing,
+        **{name: getattr(run, name) for name in OF_A_ROW},
     }
     if launch.rank == 0:
         for event in EventLog(Path(run.out_dir) / "metrics.jsonl").events(HALVED):
@@ -91,6 +92,12 @@ def capacity(setup: Setup) -> int:
     if kind is HOST:
         return kind.memory() // launch.local_world_size
     return kind.memory(launch.local_rank if launch.local_rank < kind.count() else 0)
+
+
+def capacity_here(setup: Setup, run: RunConfig) -> int | None:
+    """The same, None for a dry run of another host, whose memory is not known."""
+    is_here = device_kind(setup.device).is_available()
+    return capacity(setup) if is_here and not is_of_another_host(run, setup.launch) else None
 
 
 def halved(run: RunConfig, world_size: int, fit: Fit | None) -> dict[str, Any] | None:
@@ -176,9 +183,26 @@ def _message(
         )
     what = f"the {where} is out of memory{tried} with a micro-batch of {micro_batch}"
     if record:
-        again = "the run" if goes_on else "run the same command again, which"
-        return f"{what}; {again} goes on with at most {record['most_rows']} rows at once"
+        is_started_again = goes_on or SCRIPT_PID in os.environ  # by our launcher
+        again = "the run" if is_started_again else "run the same command again, which"
+        return f"{what}; {again} continues with at most {record['most_rows']} rows at once"
     return f"{what}; {remedy(run, resolved, world_size, setup.device, capacity(setup))}"
+
+
+def too_large(setup: Setup, resolved: ResolvedConfig) -> str:
+    """Warning that the micro-batch does not fit the device by the estimate; else empty."""
+    run, memory = resolved.run, capacity_here(setup, resolved.run)
+    if memory is None or not is_estimated(run):
+        return ""
+    from minimind.architecture import costs
+    from minimind.architecture.plan import fits, layout_of
+
+    size = setup.launch.world_size
+    layout = layout_of(run, size, resolved.config, setup.device)
+    if fits(costs.memory(shape_of(run), layout), memory):
+        return ""
+    of_step = f"a micro-batch of {layout.rows} rows x {run.max_seq_len} tokens"
+    return f"warning  {of_step}: {remedy(run, resolved, size, setup.device, memory)}"
 
 
 def remedy(

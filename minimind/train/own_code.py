@@ -51,7 +51,7 @@ class Hooks:
         """
         if (hook := self.functions.get(name)) is None:
             return
-        with self.logger.pausing("own_code"):
+        with self.logger.pausing("own_code", name):
             given = self.ranks.from_rank_0(numbers)
             work = partial(answer, name, hook, step, given)
             ends = run_on_all_ranks(self.ranks, work, any)
@@ -67,12 +67,12 @@ def answer(name: str, hook: Hook, step: int, numbers: dict[str, Any]) -> bool:
     except (Exception, SystemExit) as error:
         raise UsageError(
             f"{name} raised {type(error).__name__}: {first_lines(error)}, at step {step}; correct"
-            " it, and run again to go on",
+            " it, and run again to continue",
             table=trace_lines(error),
         ) from error
     if returned is None or isinstance(returned, bool | np.bool_):
         return bool(returned)
     raise UsageError(
         f"{name} returned {shorten_line(repr(returned))} ({type(returned).__name__}) at step"
-        f" {step}; return True to end the run, and False or None to go on"
+        f" {step}; return True to end the run, and False or None to continue"
     )

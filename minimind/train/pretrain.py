@@ -61,7 +61,7 @@ from minimind.train.agreement import (
 from minimind.train.evaluate import build_samples, held_out_of
 from minimind.train.failures import SkippedSteps
 from minimind.train.loop import GO_BACK, RunContext, register_cleanup, train
-from minimind.train.memory import report_out_of_memory
+from minimind.train.memory import report_out_of_memory, too_large
 from minimind.train.rows import build_batches
 from minimind.train.run_start import COLUMNS, log_run_start, log_start_event
 from minimind.train.speed import mfu_per_speed, setting_of
@@ -174,7 +174,11 @@ def train_planned(
     require_agreement(store, given, plan)
     run, (prepared, order, schedule) = plan.run, plan.rows()
     cleanup.enter_context(report_out_of_memory(plan.setup, plan.resolved))
+    # A model that is built after DeepSpeed's engine is divided at stage 3.
+    distillation = plan.teacher and plan.teacher.distillation(run, prepared.tokenizer.eos_id)
     engine = build_engine(plan.resolved, plan.initial.build(run, prepared), plan.setup.device)
+    if distillation:
+        engine.learn_from(distillation)
     del store
     if engine.kind is HOST:
         cleanup.callback(keep_freed_memory, os.environ, keeps=False)
@@ -197,6 +201,7 @@ def train_planned(
     register_cleanup(context)
     # 5. Files of the run in out_dir, and what reads them.
     notices = advice(plan.setup, plan.resolved)  # of --config too, which may be replaced here
+    notices += filter(None, [too_large(plan.setup, plan.resolved)])
     if engine.rank == 0:
         with storing(str(out_dir), "give another --out_dir"):
             write_reference(out_dir, plan.resolved)
@@ -418,7 +423,7 @@ def finish(context: RunContext, state: TrainState, status: int, reason: str) -> 
         command = "run the same command again"
         if run.resume != "auto":  # the same command would resume from the same checkpoint
             command = f"run it again without --resume {shlex.quote(run.resume)}"
-        logger.print(f"{reason} at step {state.step}; {command} to go on")
+        logger.print(f"{reason} at step {state.step}; {command} to continue")
     else:
         tokens = f"{state.tokens:,} tokens"
         logger.print(f"{reason}: {state.step} steps, {tokens}; next\n{what_next(run)}")

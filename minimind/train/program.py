@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minimind.checkpoint.directory import ended_at_once
-from minimind.checkpoint.run_folder import require_out_dir
+from minimind.checkpoint.run_folder import lock_before_imports, require_out_dir
 from minimind.config.flags import FLAGS
 from minimind.config.launcher_env import set_allocator_defaults
 from minimind.config.parse import parse_flags
@@ -56,6 +56,7 @@ def _main(argv: Sequence[str], hooks: Mapping[str, Hook] | None) -> int:
             with naming_flags(values):
                 require_inputs(run)
                 require_out_dir(run)
+                progress.lock = lock_before_imports(run, progress.rank)
             # run_accelerate.sh has printed a line already; otherwise print one within a second.
             delay = LONG if SCRIPT_PID in os.environ else 0.5
             with phase("importing libraries", delay):

@@ -77,7 +77,8 @@ def log_run_start(context: RunContext, resumed: Resumed, notes: Sequence[str]) -
     logger.event("token_balance", step=step, **balance)
     _log_changes(context, resumed, layout(run, context.engine))
     initial = plan.initial
-    loss = f"loss     {run.own_loss}; validation: cross-entropy" if run.own_loss else ""
+    loss = context.engine.distillation.name if context.engine.distillation else run.own_loss
+    loss = f"loss     {loss}; validation: cross-entropy" if loss else ""
     own = (plan.model.start_summary_line(), initial.line(), initial.template_line, loss)
     notes = [*filter(None, own), *data_notes(context), *notes]
     if (traced := traced_steps(run)) and traced[1] <= step:

@@ -37,7 +37,7 @@ def kernels_of(engine: Engine) -> int:
 
     resolved, run = engine.resolved, engine.resolved.run
     is_counted = run.hugging_face is None and run.optimizer == "adamw" and run.dtype != MIXED
-    if not is_counted or run.use_moe or run.gradient_checkpointing:
+    if not is_counted or run.use_moe or run.gradient_checkpointing or run.teacher:
         return 0
     layout = layout_of(run, engine.world_size, resolved.config, engine.device.type)
     kernels = step_launches(shape_of(run), layout)

@@ -7,6 +7,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minimind.architecture.select import Architecture
 from minimind.architecture.shape import trained_parameters
@@ -23,6 +24,7 @@ from minimind.config.run_record import require_rules
 from minimind.config.schedule import Schedule, budget_steps
 from minimind.data.prepare.prepared import Prepared
 from minimind.data.rows.order import Order
+from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.build import require_accepted
 from minimind.errors import UsageError
 from minimind.runtime.environment import environment_kept
@@ -32,6 +34,9 @@ from minimind.train.initial_weights import InitialModel, fine_tuned, read_initia
 from minimind.train.memory import Fit, largest_fit
 from minimind.train.rows import plan_length, plan_rows, run_budgets
 from minimind.train.text import Text, find_text, read_text, with_text
+
+if TYPE_CHECKING:
+    from minimind.train.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Plan:
     order: Order | None
     schedule: Schedule | None
     fit: Fit | None = None  # of the micro-batch; None if it was given
+    teacher: Teacher | None = None
 
     @property
     def run(self) -> RunConfig:
@@ -96,7 +102,12 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
 
     tokenize=False reads no raw text. A copy of a prepared folder at a URL is kept until `cleanup`.
     """
-    text = find_text(run, cleanup)
+    text, teacher = find_text(run, cleanup), None
+    if run.teacher is not None:
+        from minimind.train.teacher import Teacher
+
+        teacher = Teacher.of(run)
+        run = teacher.with_tokenizer(teacher.sized(run), text)
     saved = read_manifests(Path(run.out_dir) / "checkpoints", run.resume)
     initial = read_initial(run, text, saved)
     if run.task == "sft":
@@ -122,6 +133,8 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         from minimind.model.own_loss import OwnLoss
 
         own_loss = OwnLoss.imported(run.own_loss)
+    if teacher and run.tokenizer:  # before a long text is tokenized
+        teacher.require_fit(run, load_tokenizer(run.tokenizer))
 
     prepared = read_text(run, text) if tokenize or text.folder else None
     known = with_text(resolved.run, text, prepared)
@@ -147,8 +160,10 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
         require_traceable(known, schedule.total_steps)
     if own_loss:
         own_loss.require_sums(model.vocabulary(known))
+    if teacher and prepared:
+        teacher.require_fit(known, prepared.tokenizer)
     resolved = setup.complete(resolved, known, schedule)
-    return Plan(setup, resolved, initial, text, prepared, order, schedule, fit)
+    return Plan(setup, resolved, initial, text, prepared, order, schedule, fit, teacher)
 
 
 def rehearse(run: RunConfig, launch: Launch | None = None) -> Plan:

@@ -86,7 +86,7 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
     if sources and not prepared and run.val_path is not None:
         raise UsageError(
             f"val_path = {masked(run.val_path)} ({run.sources['val_path']}) is held-out text of one"
-            " source, and each one here holds out --val_fraction of its own; drop it"
+            " source, but here each source holds out --val_fraction of its own; remove it"
         )
     if not prepared:
         sources = sources or (Source(RAW_TEXT, tuple(paths)),)
@@ -101,7 +101,7 @@ def find_text(run: RunConfig, cleanup: ExitStack) -> Text:
     if run.val_path is not None:
         raise UsageError(
             f"val_path = {masked(run.val_path)} ({run.sources['val_path']}): {name} is prepared and"
-            " has its held-out text; drop it, or give it to `minimind prepare`"
+            " has its own held-out text; remove val_path, or give it to `minimind prepare`"
         )
     folder = Path(paths[0]).expanduser()
     return Text(flag, tuple(names), tuple(paths), folder, tuple(parts))
@@ -211,7 +211,7 @@ def with_derived_values(
             continue
         if source.rank > above:
             raise UsageError(
-                f"{name} = {current} ({source}), but {by} has {value}; drop one of the two"
+                f"{name} = {current} ({source}), but {by} has {value}; remove one of them"
             )
         run = run.with_values(Origin(by, Rank.DATA), **{name: value})
     return run

@@ -483,7 +483,7 @@ def test_special_tokens_that_a_tokenizer_has_are_not_added(capsys, tmp_path: Pat
     out = plan_output(capsys, f"--task sft --tokenizer {tmp_path / 'some'}")
     assert out.startswith(f"vocabulary  {tokenizer.vocab_size + 2:,} and 3 special")
     words = f"--task sft --tokenizer {tmp_path / 'some'} --vocab_size 999"
-    assert "drop one of the two" in refused(capsys, words)
+    assert "remove one of them" in refused(capsys, words)
 
 
 def test_the_password_of_a_url_is_in_no_command(capsys):

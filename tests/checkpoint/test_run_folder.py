@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from minimind.errors import LockedError, StorageError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.durable_files import Metrics, read_small
 from minimind.runtime.file_kinds import kind_of_file
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -38,6 +41,20 @@ def test_a_folder_that_cannot_be_claimed_for_want_of_room_is_reported_as_storage
         full(False)
     with lock_out_dir(tmp_path), pytest.raises(LockedError, match=r"in use by process \d+ on "):
         lock_out_dir(tmp_path)
+
+
+def test_a_folder_in_use_is_refused_before_the_imports(tmp_path):
+    text = tmp_path / "t.txt"
+    text.write_text("some words")
+    flags = ["--data_path", str(text), "--out_dir", str(tmp_path / "out")]
+    program = "import sys; from minimind.train.program import main\n"
+    program += f"status = main({flags}); print(status, 'torch' in sys.modules)"
+    with lock_out_dir(tmp_path / "out"):
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
+        )
+    assert done.stdout == "8 False\n", done.stderr
+    assert "error[E_LOCKED]" in done.stderr
 
 
 def test_a_line_of_metrics_that_cannot_be_written_names_the_file(tmp_path, full):

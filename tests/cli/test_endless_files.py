@@ -56,7 +56,7 @@ def test_a_pipe_is_rejected_at_once(tmp_path, flag):
 
 def test_device_or_pipe_is_not_a_preset(tmp_path):
     for path in ("/dev/zero", pipe(tmp_path / "pipe.yaml")):
-        with pytest.raises(RunError, match="no such preset or file"):
+        with pytest.raises(RunError, match="there is no such preset or file"):
             load_preset(str(path))
 
 

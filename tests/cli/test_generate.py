@@ -430,8 +430,8 @@ def test_prompts_of_a_file_are_answered_in_order(
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ("--prompt a --prompts P", 2, "--prompt and --prompts exclude one another"),
-        ("--prompt a --out P", 2, "--out without --prompts"),
+        ("--prompt a --prompts P", 2, "--prompt and --prompts cannot be used together"),
+        ("--prompt a --out P", 2, "--out has no effect without --prompts"),
         ("--prompt_file nowhere", 3, "--prompt_file nowhere: No such file"),
         ("--prompts EMPTY", 3, "has no prompt; write one a line"),
         ("--prompts BAD.jsonl", 3, 'BAD.jsonl:2: has no "prompt" that is a string'),
@@ -448,7 +448,7 @@ def test_prompts_of_a_file_are_answered_in_order(
         ("--prompts P --out nowhere/answers", 5, "there is no folder nowhere; make it"),
         ("--prompts P --out /proc/answers", 5, "--out /proc/answers: cannot be written (its file"),
         ("--prompts P --out P --force", 2, "is the file of the prompts; give another"),
-        ("--prompt a --tokenizer P", 2, "--tokenizer is for --model"),
+        ("--prompt a --tokenizer P", 2, "--tokenizer has no effect with a checkpoint"),
     ],
 )
 def test_invalid_input_gives_a_one_line_error(
@@ -534,7 +534,7 @@ def test_each_kind_of_place_requires_its_flag(
     run = shutil.copytree(trained.run, tmp_path / "run")
     shutil.copy(gguf, run)
     for flag, place, status, message in (
-        ("--checkpoint", out, 2, "does not belong to a training run; give it as --model"),
+        ("--checkpoint", out, 2, "is an exported model, not a run; give it as --model"),
         ("--model", trained.run, 2, "belongs to a training run; give it as --checkpoint"),
         ("--model", run, 2, "belongs to a training run; give it as --checkpoint"),
         ("--checkpoint", tmp_path, 2, "is GGUF"),
@@ -542,7 +542,7 @@ def test_each_kind_of_place_requires_its_flag(
         ("--checkpoint", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
         ("--model", gguf, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
         ("--model", tmp_path, 2, "is GGUF, which llama.cpp and Ollama read; name the checkpoint"),
-        ("--model", "", 2, "--model is empty, as of a variable that is not set"),
+        ("--model", "", 2, "--model is empty, as from a variable that is not set"),
         ("--model", tmp_path / "no", 4, "there is no such file or directory"),
     ):
         assert main(["generate", flag, str(place), "--prompt", "a"]) == status

@@ -221,7 +221,7 @@ def test_another_field_and_bad_documents_are_read_as_in_the_run(
     run = parse_flags(["--config", "run.yaml"])
     assert (run.text_field, run.on_bad_data) == ("body", "skip")
     assert main([*words, "--on_bad_data", "skip", "--max_document_bytes", "9", "--force"]) == 3
-    assert "leave out --on_bad_data skip" in capsys.readouterr().err
+    assert "remove --on_bad_data skip" in capsys.readouterr().err
 
 
 def test_the_speed_is_that_of_the_batch_of_the_run():
@@ -356,7 +356,7 @@ def test_a_prepared_folder_has_sizes_and_a_tokenizer(
     assert 0 < held_out < 257
     for more, reason in (
         (["text.jsonl"], "--data_path tokens: was written by `minimind prepare`"),
-        (["--text_field", "body"], "--text_field body: has no effect on tokens"),
+        (["--text_field", "body"], "--text_field body has no effect on tokens"),
     ):
         assert main([*init, *more, "--force"]) == 2
         assert reason in capsys.readouterr().err

@@ -111,19 +111,42 @@ def test_a_model_without_a_template_is_refused(
     assert "has no chat template beside its tokenizer; ask in plain text, or" in line
 
 
+@pytest.mark.usefixtures("offline")
+def test_a_hub_out_of_reach_is_named(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def evaluate(**_: object) -> None:
+        raise ConnectionError("Couldn't reach it")  # as `datasets` does
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", evaluate)
+    words = ["eval", "--checkpoint", str(trained.run), "--lm_eval", TASK]
+    assert main([*words, "--include_path", str(FOLDER), "--device", "cpu"]) == 2
+    message = f"--lm_eval {TASK}: the questions cannot be read (Couldn't reach it); connect"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "give --data_path TEXT, --tasks TASK, or --lm_eval TASK"),
-        (["--data_path", "a", "--lm_eval", "b"], "--data_path and --lm_eval exclude one another"),
+        (
+            ["--data_path", "a", "--lm_eval", "b"],
+            "--data_path and --lm_eval cannot be used together",
+        ),
         (["--tasks", "cloze", "--lm_eval", "b"], "--tasks takes the tasks of both"),
-        (["--tasks", "cloze", "--chat"], "--chat and --tasks exclude one another"),
+        (["--tasks", "cloze", "--chat"], "--chat and --tasks cannot be used together"),
         (["--tasks", "cloze"], "needs --data_path with --model; name some text"),
-        (["--data_path", "a", "--dtype", "bfloat16"], "--dtype without --tasks; give --tasks too"),
-        (["--data_path", "a", "--chat"], "--chat without --lm_eval; give --lm_eval"),
-        (["--data_path", "a", "--limit", "3"], "--limit 3 is for --lm_eval and --tasks"),
-        (["--lm_eval", "b", "--split", "val"], "--split and --lm_eval exclude one another"),
-        (["--lm_eval", "b", "--no-doc_mask"], "--no-doc_mask and --lm_eval exclude one another"),
+        (["--data_path", "a", "--dtype", "bfloat16"], "--dtype has no effect without --tasks"),
+        (["--data_path", "a", "--chat"], "--chat has no effect without --lm_eval"),
+        (
+            ["--data_path", "a", "--limit", "3"],
+            "--limit 3 has no effect without --lm_eval or --tasks",
+        ),
+        (["--lm_eval", "b", "--split", "val"], "--split and --lm_eval cannot be used together"),
+        (
+            ["--lm_eval", "b", "--no-doc_mask"],
+            "--no-doc_mask and --lm_eval cannot be used together",
+        ),
         pytest.param(
             *(
                 ["--lm_eval", "nothing"],

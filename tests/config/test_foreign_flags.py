@@ -149,7 +149,7 @@ def test_every_fault_of_a_command_line_is_reported_at_once(tmp_path):
         parse_flags([*line.split(), "--config", str(file), "--model", "big"])
     text = str(caught.value)
     parts = ("--save_dir", "--use_wandb", "hidden_size", "seed = 'soon'", "max_steps = 'many'")
-    parts += ("'schedul' is not one", "dim = 256", "--model big: no such preset")
+    parts += ("'schedul' is not one", "dim = 256", "--model big: there is no such preset")
     for part in parts:
         assert part in text
     assert text.startswith("9 faults: (1) ")

@@ -156,7 +156,7 @@ def test_a_deepspeed_file_that_accelerate_launch_drops_engages_deepspeed(
     assert setup_for("--deepspeed_config none", TWO).backend == "ddp"
     mine = tmp_path / "mine.json"
     mine.write_text("{}")
-    with pytest.raises(UsageError, match=r"--deepspeed_config is .*mine.json but .*; drop one"):
+    with pytest.raises(UsageError, match=r"--deepspeed_config is .*mine.json but .*; remove one"):
         setup_for(f"--deepspeed_config {mine}", TWO)
 
 

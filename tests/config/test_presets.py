@@ -104,7 +104,7 @@ def test_a_value_of_a_recipe_that_no_flag_takes_back_is_left_out_of_a_copy(
     with pytest.raises(UsageError) as caught:
         resolve(f"--config strong {line}")
     text = str(caught.value)
-    assert "; drop" not in text
+    assert "; remove" not in text
     for name in names:
         assert f"; give --config a copy of {STRONG} without {name}" in text
     if "ds.json" in line:
@@ -127,7 +127,9 @@ def test_a_value_of_a_recipe_that_a_flag_takes_back_names_it(tmp_path: Path):
 def test_a_value_of_a_file_of_ones_own_is_dropped_there(tmp_path: Path):
     copy = tmp_path / "strong.yaml"
     copy.write_text(STRONG.read_text(encoding="utf-8"))
-    with pytest.raises(UsageError, match=r"muon_lr = 0\.008 .*; drop muon_lr, or use --optimizer"):
+    with pytest.raises(
+        UsageError, match=r"muon_lr = 0\.008 .*; remove muon_lr from .*/strong\.yaml, or use"
+    ):
         resolve(f"--config {copy} --optimizer adamw")
 
 
@@ -137,14 +139,15 @@ def test_a_value_of_a_file_of_ones_own_is_dropped_there(tmp_path: Path):
         (
             "--config strong --tie_word_embeddings",
             "embedding_init = bigrams (--config strong) needs an untied head, and"
-            " tie_word_embeddings = True (--tie_word_embeddings) ties it to the embedding; add"
+            " tie_word_embeddings = true (--tie_word_embeddings) ties it to the embedding; add"
             " --no-tie_word_embeddings, or --embedding_init random",
             ("--no-tie_word_embeddings", "--embedding_init random"),
         ),
         (
             "--config sft --text_field body",
-            "text_field = body (--text_field) and task = sft (--config sft) exclude one another:"
-            " conversations have fields of their own; drop text_field, or add --task pretrain",
+            "text_field = body (--text_field) and task = sft (--config sft) cannot be used"
+            " together: conversations have fields of their own; remove --text_field, or add --task"
+            " pretrain",
             ("--task pretrain",),
         ),
     ],

@@ -3,8 +3,8 @@
 Usage: RANKS of ... target_means OUT_DIR STAGE,DTYPE,MICRO_BATCHES,DROPOUT[,LOSS] ...
 (STAGE None: without DeepSpeed)
 Each case takes the same rows a step, however they are split, and saves losses, gradient norms, the
-gradients of the last step and the fp32 weights of all ranks to OUT_DIR/CASE.pt. With LOSS, full or
-chunked, a target counts by the weight of its row's source.
+gradients of the last step and the fp32 weights of all ranks to OUT_DIR/CASE.pt. With LOSS, full,
+chunked or distilled, a target counts by the weight of its row's source; distilled: with a teacher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ import torch.distributed as dist
 from minimind.data.shards.conversation_shards import SOURCE
 from minimind.engine.build import Engine, leave_process_group
 from minimind.engine.clocks import PhaseClock
-from tools.engines import ROWS, Case, build, state_of, text
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.distillation import Distillation
+from tools.engines import LENGTH, ROWS, TINY, Case, build, state_of, text
 
 # Targets of each row, of 16, by step. Then whole micro-batches, a whole rank of two, and all.
 TARGETS = [
@@ -34,6 +37,7 @@ TARGETS = [
 ]
 SOURCES = [0, 2, 1, 1, 0, 2, 2, 0]  # of the rows of every step
 WEIGHTS = [1.0, 2.5, 4.0]  # of the targets of each source
+SHARE, TEMPERATURE = 0.7, 2.0  # of the teacher
 # A step is the gradient times the rate. That of the last step dwarfs the rounding of the weights.
 SGD = "--optimizer sgd --sgd_momentum 0 --weight_decay 0 --grad_clip 0 --task sft"
 FP32 = "fp32|"
@@ -56,9 +60,19 @@ def rows_of(step: int) -> torch.Tensor:
     return rows
 
 
-def course(case: Case, is_weighted: bool) -> dict[str, Any]:
+def teacher_model() -> Any:
+    """A larger model than the student."""
+    torch.manual_seed(7)
+    shape = {**TINY, "num_hidden_layers": 1, "hidden_size": 48, "tie_word_embeddings": False}
+    return MiniMindForCausalLM(MiniMindConfig(**shape, max_seq_len=LENGTH)).eval()
+
+
+def course(case: Case, is_weighted: bool, is_distilled: bool) -> dict[str, Any]:
     """Losses and norms of all steps, the last gradients, and the weights, on every rank."""
+    teacher = teacher_model() if is_distilled else None
     engine, counts = build(case, seed=1), [1.0] * len(SOURCES)
+    if teacher is not None:
+        engine.learn_from(Distillation(teacher, "", SHARE, TEMPERATURE, eos_id=None))
     if is_weighted:
         engine.weigh_sources(WEIGHTS)
         counts = [WEIGHTS[source] for source in SOURCES]
@@ -100,9 +114,11 @@ def main() -> None:
         os.environ.setdefault(name, value)
     for words in sys.argv[2:]:
         stage, dtype, accumulation, dropout, *loss = words.split(",")
-        flags = " ".join([SGD, f"--dropout {dropout}", *(f"--loss {one}" for one in loss)])
+        is_distilled = loss == ["distilled"]
+        kind = "full" if is_distilled else "".join(loss) or "auto"
+        flags = f"{SGD} --dropout {dropout} --loss {kind}"
         case = Case(None if stage == "None" else int(stage), dtype, int(accumulation), flags=flags)
-        found = course(case, is_weighted=bool(loss))
+        found = course(case, bool(loss), is_distilled)
         if dist.get_rank() == 0:
             torch.save(found, root / f"{words}.pt")
         if os.environ["WORLD_SIZE"] == "1" and case.stage is None:

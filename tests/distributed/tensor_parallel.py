@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from minimind.engine.build import Engine
 from minimind.engine.clocks import PhaseClock
+from minimind.engine.engine import StepResult
+from minimind.recovery.fingerprints import Fingerprints
 from tools.engines import ORDER, Case, build, course, load, save, state_of, text
 
 SAVED, STEPS, CLIP = 5, 12, 0.9
@@ -34,7 +37,9 @@ def whole(root: Path, stages: list[int]) -> dict[str, Any]:
     engine = build(case_of(None), seed=1)
     before = course(engine, 0, SAVED)
     save(engine, root / "whole", SAVED)
-    return {"course": before + course(engine, SAVED, STEPS)}
+    unbroken = course(engine, SAVED, STEPS)
+    leave()
+    return {"course": before + unbroken, "fingerprint": fingerprint(case_of(None))}
 
 
 def divided(root: Path, stages: list[int]) -> dict[str, Any]:
@@ -61,8 +66,31 @@ def divided(root: Path, stages: list[int]) -> dict[str, Any]:
             "copies": copies(engine),
             "gathered": gathered(engine),
             "spoilt": spoil(engine),
+            "fingerprint": fingerprint(case_of(stage, 2)),
         }
     return found
+
+
+def take_step(engine: Engine, step: int) -> StepResult:
+    """Take the step after `step`, whatever the engine has taken before."""
+    rows = text()[
+        torch.from_numpy(ORDER.rows_for(step, engine.data_rank, engine.parallel.data_size))
+    ]
+    clock = PhaseClock(engine.device)
+    clock.begin()
+    batch = rows.split(len(rows) // engine.resolved.run.accumulation_steps)
+    first = ORDER.share(engine.data_rank, engine.parallel.data_size).start
+    engine.seed(step)
+    return engine.step(batch, 1e-3, clock, first=first)
+
+
+def fingerprint(case: Case) -> dict[str, Any]:
+    """That of the first step."""
+    batches: Any = SimpleNamespace(order=ORDER)
+    engine = build(case, seed=1)
+    fingerprints = Fingerprints(engine, batches)
+    fingerprints.begin(0)
+    return fingerprints.end(1, take_step(engine, 0))
 
 
 def copies(engine: Engine) -> list[float]:
@@ -86,15 +114,11 @@ def gathered(engine: Engine) -> list[int]:
 def spoil(engine: Engine) -> list[Any]:
     """Whether each rank skips a step in which rank 1 has a gradient that is not finite."""
     weights, seen = dict(engine.model.named_parameters()), []
-    rows = text()[torch.from_numpy(ORDER.rows_for(STEPS, 0, engine.parallel.data_size))]
-    clock = PhaseClock(engine.device)
     for name in SPOILT:
         before = {name: weight.detach().clone() for name, weight in weights.items()}
         factor = float("inf") if engine.rank == 1 else 1.0
         hook = weights[name].register_hook(lambda gradient, by=factor: gradient * by)
-        clock.begin()
-        batch = rows.split(len(rows) // engine.resolved.run.accumulation_steps)
-        result = engine.step(batch, 1e-3, clock)
+        result = take_step(engine, STEPS)
         hook.remove()
         is_same = all(torch.equal(weights[name], old) for name, old in before.items())
         seen += engine.gather((bool(result.is_skipped), is_same))

@@ -545,7 +545,7 @@ def test_visible_gpus_are_counted_as_cuda_does(visible: str, gpus: int, smi):
         ("GPU-8a1b,GPU-8a1b", "in which one GPU is named twice"),
         ("0,GPU-8a1c-22", "of several kinds, and CUDA reads only the first"),
         ("GPU-8a1b,MIG-7b-33", "of several kinds"),
-        ("0,2", "and nvidia-smi lists 2 GPUs; correct it or leave it out"),
+        ("0,2", "and nvidia-smi lists 2 GPUs; correct it, or unset it"),
         ("7", "and nvidia-smi lists 2 GPUs"),
         ("GPU-8a1", "and nvidia-smi lists 2 GPUs"),  # the beginning of two
         ("GPU-9", "and nvidia-smi lists 2 GPUs"),
@@ -574,7 +574,7 @@ def test_a_gpu_that_is_named_on_a_host_without_a_driver_is_9(
     with pytest.raises(RendezvousError) as caught:
         count_gpus("0")
     assert str(caught.value) == (
-        "CUDA_VISIBLE_DEVICES is '0', and this host has no GPU driver; correct it or leave it out"
+        "CUDA_VISIBLE_DEVICES is '0', and this host has no GPU driver; correct it, or unset it"
     )
 
 
@@ -881,10 +881,10 @@ MISTAKES = {
     "--lerning_rate 1": "2 unknown flag --lerning_rate; did you mean --learning_rate?",
     "--learning_rate fast": "2 learning_rate = 'fast' (--learning_rate) is not a finite number",
     "--data_path gone.txt": "3 gone.txt: there is no such file or directory",
-    "--model tinny": "2 --model tinny: no such preset or file; did you mean tiny?",
-    "--config gone.yaml": "2 --config gone.yaml: no such recipe or file;",
+    "--model tinny": "2 --model tinny: there is no such preset or file; did you mean tiny?",
+    "--config gone.yaml": "2 --config gone.yaml: there is no such recipe or file;",
     "--deepspeed_config ds.json": "2 ds.json: zero_optimization.stge is not a key of DeepSpeed",
-    "--deepspeed_config gone.json": "2 --deepspeed_config gone.json: no such DeepSpeed JSON",
+    "--deepspeed_config gone.json": "2 --deepspeed_config gone.json: there is no such DeepSpeed",
     "--resume gone": "4 --resume gone: there is no such file or directory in ",
     "--device cpu --dtype float16": "2 dtype = float16 (--dtype) needs a GPU;",
 }
@@ -933,7 +933,7 @@ def test_a_stop_before_the_launch_answers_75(
     assert stopped.status == 75
     *_, last = stopped.stderr.splitlines()
     assert last == (
-        f"run_accelerate.sh: stopped on {output} before the first step; run it again to go on"
+        f"run_accelerate.sh: stopped on {output} before the first step; run it again to continue"
     )
     assert stopped.stdout == ""
 
@@ -1021,7 +1021,7 @@ def test_a_stop_while_the_launcher_is_imported_or_ends_answers_75(tmp_path: Path
     stopped = subprocess.run(
         words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True
     )
-    text = "stopped on SIGTERM before the first step; run it again to go on\n"
+    text = "stopped on SIGTERM before the first step; run it again to continue\n"
     assert (stopped.returncode, stopped.stdout) == (75, "")
     assert stopped.stderr.splitlines(keepends=True)[-1] == f"run_accelerate.sh: {text}"
     assert "Traceback" not in stopped.stderr

@@ -25,7 +25,7 @@ FROZEN = "--freeze *embed_tokens* model.layers.[02].*"  # more than half of the 
 CASES = [
     *((None, "bfloat16", 1, "adamw"), (1, "bfloat16", 1, "adamw")),
     *((2, "bfloat16", 2, "adamw"), (2, "bfloat16", 2, f"adamw {FROZEN}")),
-    (3, "bfloat16", 1, "adamw"),
+    (3, "bfloat16", 2, "adamw"),
 ]
 OTHERS = [
     *((0, "float32", 1, "adamw"), (2, "float32", 1, "adamw")),
@@ -38,7 +38,7 @@ OTHERS = [
     *((None, "bfloat16", 1, f"adamw {FROZEN}"), (0, "bfloat16", 1, f"lion {FROZEN}")),
     *((1, "float32", 1, f"adamw {FROZEN}"), (2, "bfloat16", 1, f"muon {FROZEN}")),
     *((2, "bf16-mixed", 2, "adamw"), (3, "float32", 1, "adamw"), (3, "bfloat16", 1, "muon")),
-    (3, "bfloat16", 1, "adamw --freeze model.layers.[02].*"),
+    (3, "bfloat16", 2, "adamw --freeze model.layers.[02].*"),
 ]
 Measured = dict[tuple[Any, ...], dict[str, Any]]
 
@@ -74,6 +74,7 @@ def layout_of_case(case: tuple[Any, ...], found: dict[str, Any]) -> Layout:
     # No look sees what bitsandbytes copies within an update on a CPU (tests/engine/test_eight_bit).
     device = "cuda" if optimizer == "adamw_8bit" else "cpu"
     layout = Layout(stage, 2, dtype, 1, accumulation, bucket, overlap, device=device)
+    layout = replace(layout, param_persistence_threshold=found["persistence_threshold"])
     return replace(layout, optimizer=optimizer, moments=len(OPTIMIZERS[optimizer].state))
 
 

@@ -162,7 +162,7 @@ def test_any_number_of_processes_divides_a_global_batch(left, ranks, each):
 @pytest.mark.parametrize(
     ("layout", "left", "words"),
     [
-        (replace(LAYOUT, paddable_rows=16), 3, "; 3 could go on with --global_batch_size 16"),
+        (replace(LAYOUT, paddable_rows=16), 3, "; 3 could continue with --global_batch_size 16"),
         (replace(LAYOUT, paddable_rows=16), 2, ""),  # none is idle
         (LAYOUT, 3, ""),  # the flag is refused, as with experts
         (replace(LAYOUT, global_batch_size=16), 3, ""),
@@ -503,7 +503,7 @@ def test_a_stop_in_the_wait_is_75(begin, tmp_path: Path):
     started.send_signal(signal.SIGTERM)
     _, report = started.communicate(timeout=300)
     assert started.returncode == 75
-    assert report.endswith("stopped on SIGTERM before restart 1; run it again to go on\n")
+    assert report.endswith("stopped on SIGTERM before restart 1; run it again to continue\n")
     assert len((tmp_path / "started").read_text().splitlines()) == 1
 
 

@@ -1,5 +1,5 @@
 """With unequal numbers of targets, losses, gradients and weights are those of a plain float64 loop,
-also where targets of some sources count more than others in the loss.
+also where targets of some sources count more than others in the loss, and with a teacher.
 
 Rows of a step are split into 1, 2 or 4 micro-batches of one, two or four ranks, in a launch of
 target_means.py for each number of ranks. In one step a rank has no target, in one nobody has.
@@ -17,7 +17,16 @@ import torch.nn.functional as F
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.dropout import row_keys
-from tests.distributed.target_means import RATES, SOURCES, TARGETS, WEIGHTS, rows_of
+from tests.distributed.target_means import (
+    RATES,
+    SHARE,
+    SOURCES,
+    TARGETS,
+    TEMPERATURE,
+    WEIGHTS,
+    rows_of,
+    teacher_model,
+)
 from tools.engines import LENGTH, TINY
 from tools.forking import Nursery
 
@@ -36,6 +45,8 @@ SHORT = ["None,float32,4,0", "2,float32,1,0", f"None,float32,2,{DROPOUT}"]
 SHORT += [f"{stage},float32,2,0" for stage in (None, 0, 1, 2, 3)]
 SHORT += [f"3,float32,1,{DROPOUT}"]
 WEIGHTED = [f"None,float32,2,{DROPOUT},full", "2,float32,4,0,chunked"]
+DISTILLED = [f"None,float32,2,{DROPOUT},distilled", "2,float32,4,0,distilled"]
+DISTILLED_SHARDED = "3,float32,2,0,distilled"
 ROUNDED = ["None,bfloat16,2,0", "2,bfloat16,2,0", "None,float16,2,0", "2,float16,2,0"]
 ROUNDED += [f"2,bfloat16,2,{DROPOUT}", f"None,float16,2,{DROPOUT}"]
 ON_FOUR = [f"{stage},float32,{n},0" for stage in (None, 0, 1, 2, 3) for n in (1, 2)]
@@ -50,7 +61,7 @@ def reference() -> dict[str, Found]:
     return {str(dropout): computed([1.0] * len(SOURCES), dropout) for dropout in (0, DROPOUT)}
 
 
-def computed(weights: list[float], dropout: float) -> Found:
+def computed(weights: list[float], dropout: float, teacher: Any = None) -> Found:
     """Sums over the targets of a step, which count by the weights of their rows, divided by what
     all of them count. Nothing of the engine, and the loss of torch.
     """
@@ -67,6 +78,12 @@ def computed(weights: list[float], dropout: float) -> Found:
         logits = model(input_ids=ids, **drops).logits
         labels = torch.where(rows < 0, -100, rows)[:, 1:]
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        if teacher is not None:
+            with torch.no_grad():
+                wanted = (teacher(input_ids=ids).logits / TEMPERATURE).softmax(-1)
+            own = (logits / TEMPERATURE).log_softmax(-1)
+            kl = F.kl_div(own, wanted, reduction="none").sum(-1) * (labels >= 0)
+            losses = (1 - SHARE) * losses + SHARE * TEMPERATURE**2 * kl
         of_rows = torch.tensor(weights, dtype=torch.float64)
         loss = of_rows @ losses.sum(1) / max(float(of_rows @ (labels >= 0).sum(1).double()), 1.0)
         gradients = torch.autograd.grad(loss, [*model.parameters()])
@@ -94,10 +111,11 @@ def found(
 ) -> dict[tuple[int, str], Found]:
     """What each case saw, by number of ranks and case."""
     exact = EXACT if request.config.getoption("--long") else SHORT
+    exact = [*DISTILLED, *exact, DISTILLED_SHARDED]
     return {
         (world, case): seen
         for world, cases in (
-            (1, [WEIGHTED[0], *ALONE, WEIGHTED[1]]),
+            (1, [WEIGHTED[0], DISTILLED[0], *ALONE, WEIGHTED[1], DISTILLED[1]]),
             (2, [*ROUNDED, *WEIGHTED, *exact]),
         )
         for case, seen in launched(nursery, tmp_path_factory.mktemp("means"), world, cases).items()
@@ -117,7 +135,7 @@ def require_equal(own: Found, reference: Found, case: str) -> None:
 
 def test_the_split_over_ranks_and_micro_batches_changes_nothing(found, reference):
     for key, own in found.items():
-        if key[1] not in (*ROUNDED, *WEIGHTED):
+        if key[1] not in (*ROUNDED, *WEIGHTED) and not key[1].endswith("distilled"):
             require_equal(own, reference[key[1].split(",")[-1]], str(key))
 
 
@@ -134,6 +152,16 @@ def test_a_target_counts_by_the_weight_of_its_source(found, reference):
     for key, own in found.items():
         if key[1] in WEIGHTED:
             require_equal(own, expected[key[1].split(",")[3]], str(key))
+
+
+def test_a_teacher_has_its_share_in_the_loss_of_every_target(found, reference):
+    weights = [WEIGHTS[source] for source in SOURCES]
+    teacher = teacher_model().double()
+    expected = {str(rate): computed(weights, rate, teacher) for rate in (0, DROPOUT)}
+    cases = [key for key in found if key[1].endswith("distilled")]
+    assert {world for world, _ in cases} == {1, 2}
+    for key in cases:
+        require_equal(found[key], expected[key[1].split(",")[3]], str(key))
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import pytest
 from minimind.architecture.costs import Layout, gathered_bytes, own_part
 from minimind.architecture.shape import shape_of
 from minimind.config.parse import parse_flags
+from minimind.recovery.compare import Side, compare, described
 from tests.distributed.tensor_parallel import CLIP, SAVED, SPOILT
 from tools.forking import Nursery
 
@@ -78,6 +79,17 @@ def test_a_save_gathers_what_a_plan_counts(found: tuple[Found, int]):
         counted = gathered_bytes(*own_part(shape, layout)) * ranks
         gathered = sum(one["gathered"])
         assert gathered == pytest.approx(counted, rel=0.05), stage  # no rows at borders
+
+
+def test_fingerprints_are_those_of_one_process(found: tuple[Found, int]):
+    whole = found[0]["whole"]["fingerprint"]
+    for stage, one in found[0]["divided"].items():
+        recorded = one["fingerprint"]
+        a, b = (Side("", dtype="float32", steps={1: fields}) for fields in (whole, recorded))
+        result = compare(a, b)
+        assert result.step is None, f"{stage}: {described(result)}"
+        for kind, places in whole["numbers"].items():
+            assert [*recorded["numbers"][kind]] == [*places]
 
 
 def test_every_rank_skips_a_step_that_one_spoils(found: tuple[Found, int]):

@@ -277,3 +277,21 @@ def test_the_table_of_make_elastic_reports_what_is_not_within_its_limit(
 ):
     unbroken = [{"rows": [1, 2], "loss": 4.0, "norm": 1.0}]
     assert shown([{**unbroken[0], **change}], unbroken, 2e-6, is_same) == (report, is_right)
+
+
+def test_gradients_of_groups_that_are_taken_one_by_one_count_once():
+    """As DeepSpeed does it, which with offload keeps the gradients of all groups meanwhile."""
+    weights = [torch.ones(size, requires_grad=True) for size in (3, 2)]
+    base = torch.optim.SGD([{"params": [weight]} for weight in weights], lr=0.1)
+    parts = [Fragment(str(len(w)), 0, len(w), w, 0) for w in weights]
+    state, groups, seen = ZeroState(base, parts, lambda: None, lambda: None), base.param_groups, []
+    base.register_step_pre_hook(lambda *_: seen.extend(state.gradients(0, 1)))
+    for weight in weights:
+        weight.grad = weight.detach() * len(weight)
+    for group in groups:
+        base.param_groups = [group]
+        base.step()
+    assert {key: values.tolist() for key, values in seen} == {
+        "gradient|3|0": [3.0] * 3, "gradient|2|0": [2.0] * 2
+    }  # fmt: skip
+    assert len(seen) == 2

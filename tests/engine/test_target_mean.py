@@ -22,6 +22,7 @@ from minimind.engine.clocks import PhaseClock
 from minimind.engine.engine import token_ids
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.distillation import Distillation
 from minimind.recovery.corruption import replay
 from tools.host_reads import counted
 
@@ -177,6 +178,57 @@ def test_targets_count_by_the_weight_of_the_source_of_their_row(built: BuildEngi
     assert float(result.loss_sum / result.tokens) == pytest.approx(loss.item(), rel=1e-6)
     for name, p in whole.named_parameters():
         assert (found[name] - p.grad).abs().max() <= 2e-6 * p.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("flags", ["", "--task sft"])
+def test_a_teacher_has_its_share_in_each_target_but_not_of_padding(built: BuildEngine, flags: str):
+    """Rows in micro-batches of two, of 4, 1 and 0 real rows; a replay has the same gradient."""
+    torch.manual_seed(5)
+    teacher: Any = MiniMindForCausalLM(MiniMindConfig(**{**SHAPE, "num_hidden_layers": 2})).eval()
+    ids = torch.cat([IDS, IDS[:1].flip(1)])
+    marked = torch.where(IS_TARGET, IDS, ~IDS) if flags else IDS
+    rows = torch.cat([marked, ids[4:], torch.full((1, 9), PADDING)])
+    is_target = rows[:5, 1:] >= 0
+    engine = built(f"--global_batch_size 5 --batch_size 2 --accumulation_steps 3 {flags}")
+    engine.learn_from(Distillation(teacher, "", 0.4, 2.0, eos_id=None))
+    engine.model.train()
+    whole, exact = (deepcopy(model).double() for model in (engine.model, teacher))
+    logits = whole(input_ids=ids[:, :-1]).logits[is_target]
+    with torch.no_grad():
+        wanted = exact(input_ids=ids[:, :-1]).logits[is_target] / 2
+    kl = F.kl_div((logits / 2).log_softmax(-1), wanted.softmax(-1), reduction="sum")
+    entropy = F.cross_entropy(logits, ids[:, 1:][is_target], reduction="sum")
+    loss = (0.6 * entropy + 0.4 * 4 * kl) / is_target.sum()
+    loss.backward()
+    seen = replay(engine, rows, 0, is_whole=True)
+    result, found = gradients_of(engine, rows)
+    assert int(result.tokens) == int(is_target.sum())
+    assert float(result.loss_sum / result.tokens) == pytest.approx(loss.item(), rel=1e-6)
+    assert seen.loss == pytest.approx(loss.item(), rel=1e-6)
+    for (name, p), norm in zip(whole.named_parameters(), seen.norms, strict=True):
+        assert (found[name] - p.grad).abs().max() <= 2e-6 * p.grad.abs().max(), name
+        assert norm == pytest.approx(float(p.grad.norm()), rel=1e-5), name
+    held_out, count = engine.loss_of(rows)  # the cross-entropy alone
+    with torch.no_grad():
+        again = deepcopy(engine.model).double()(input_ids=ids[:, :-1]).logits[is_target]
+    plain = F.cross_entropy(again, ids[:, 1:][is_target])
+    assert float(held_out / count) == pytest.approx(plain.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bf16-mixed"])
+def test_a_teacher_that_is_the_student_computes_as_it_does(built: BuildEngine, dtype: str):
+    engine = built(f"--task sft --dtype {dtype}")
+    torch.manual_seed(1)
+    engine.learn_from(
+        Distillation(MiniMindForCausalLM(MiniMindConfig(**SHAPE)).eval(), "", 1.0, 1.0, eos_id=None)
+    )
+    clock = PhaseClock(engine.device)
+    clock.begin()
+    with counted() as reads:
+        result = engine.step([ROWS], 1e-2, clock)
+    assert not reads
+    assert float(result.loss_sum) == 0.0
+    assert float(result.grad_norm or 0.0) < 1e-6
 
 
 def test_without_any_target_the_gradient_is_0(built: BuildEngine):

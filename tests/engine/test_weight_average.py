@@ -97,7 +97,7 @@ def test_a_checkpoint_holds_it_and_exports_it(averaged: Path, tmp_path: Path, ca
     capsys.readouterr()
     without = ["checkpoint", "consolidate", str(averaged / "without"), *words]
     assert main([*without, "--force"]) == 2
-    assert "has no average; leave it out, or train with --ema" in capsys.readouterr().err
+    assert "has no average; remove --weights, or train with --ema" in capsys.readouterr().err
     again = ["export", "--checkpoint", str(tmp_path / "flat"), "--format", "llama"]
     assert main([*again, "--weights", "ema", "--out", str(tmp_path / "other")]) == 2
     assert "is not a checkpoint and has only one set of weights" in capsys.readouterr().err

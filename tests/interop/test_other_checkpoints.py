@@ -28,7 +28,7 @@ def made(folder: Path, names: tuple[str, ...]) -> Path:
 @pytest.mark.parametrize("file", [ZERO, WHOLE])
 def test_a_file_of_it_is_told_too(file: str, tmp_path: Path):
     folder = made(tmp_path / "global_step10", (ZERO, WHOLE))
-    with pytest.raises(CheckpointError, match=f"{file}: is a checkpoint of DeepSpeed; go on"):
+    with pytest.raises(CheckpointError, match=f"{file}: is a checkpoint of DeepSpeed; continue"):
         load_weights_from(folder / file)
 
 

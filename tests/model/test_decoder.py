@@ -339,6 +339,9 @@ def test_greedy_tokens_of_left_padded_rows_are_those_of_single_rows(
 def test_position_beyond_the_last_is_refused(model: MiniMindForCausalLM):
     with pytest.raises(ValueError, match="position 32 is beyond max_position_embeddings=32"):
         model(torch.ones(1, 33, dtype=torch.long))
+    alone = Decoder(DecoderConfig(V, 48, max_position_embeddings=32))
+    with pytest.raises(ValueError, match="position 32 is beyond max_position_embeddings=32"):
+        alone(torch.ones(1, 33, dtype=torch.long))
     ids = torch.ones(1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="position 40 is beyond"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 40]]))

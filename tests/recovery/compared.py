@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,12 @@ from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
 from minimind.recovery.fingerprints import Fingerprints
 from minimind.runtime.durable_files import Metrics
+from tests.distributed.adapters import FP16, OFFLOAD
 from tools.engines import ORDER, Case, build, load, save, text
 
 FP32, BF16 = "float32", "bfloat16"
 PLAIN = Case(None, FP32)
+DROPS = "--dropout 0.1 --ema 0.9"
 CLIPPED = Case(None, FP32, flags="--grad_clip 0.05")
 RESUMED = 3  # the step after which a run is resumed
 Plant = Callable[[Engine, ExitStack], Any]
@@ -253,6 +256,11 @@ SOUND: dict[str, Trial] = {
     "zero2-bf16": Trial(Case(2, BF16)),
     "zero0-bf16": Trial(Case(0, BF16)),
     "zero3-bf16": Trial(Case(3, BF16)),
+    "zero2-fp16": Trial(Case(2, FP16, edits={"fp16.initial_scale_power": 8})),
+    "zero2-offload": Trial(Case(2, FP32, edits=OFFLOAD)),
+    "zero3-offload": Trial(Case(3, FP32, edits=OFFLOAD)),
+    "drops": Trial(Case(None, FP32, flags=DROPS)),
+    "zero2-drops": Trial(Case(2, FP32, 4, flags=DROPS)),
     "sequence": Trial(Case(2, FP32, flags="--sequence_parallel 2")),
 }
 # Faults by name: the sound run, the ranks, the run with the fault, and what is named: the step, the
@@ -356,6 +364,12 @@ EQUAL: list[tuple[str, int, str, int]] = [
     ("zero2", 2, "zero2-resumed", 2),
     ("zero2", 1, "zero2-resumed", 1),
     ("plain", 1, "sequence", 2),
+    ("plain", 1, "zero2-offload", 1),
+    ("plain", 1, "zero2-offload", 2),
+    ("plain", 1, "zero3-offload", 2),
+    ("drops", 1, "zero2-drops", 1),
+    ("drops", 1, "zero2-drops", 2),
+    ("zero2-fp16", 1, "zero2-fp16", 2),
     ("plain-bf16", 1, "micro-batches-bf16", 1),
     ("plain-bf16", 1, "zero2-bf16", 2),
     ("plain-bf16", 1, "zero3-bf16", 1),
@@ -392,7 +406,8 @@ def take(trial: Trial, path: Path, steps: int) -> None:
             clock.begin()
             fingerprints.begin(step)
             micro_batches = batch.split(len(batch) // run.accumulation_steps)
-            result = engine.step(micro_batches, trial.lr(step), clock)
+            first = ORDER.share(engine.data_rank, engine.parallel.data_size).start
+            result = engine.step(micro_batches, trial.lr(step), clock, first=first)
             fields = fingerprints.end(step + 1, result)
             if metrics:
                 metrics.write("fingerprint", **fields)
@@ -420,6 +435,8 @@ def main() -> None:
     for name, alone in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         os.environ.setdefault(name, alone)
     os.environ["DS_ACCELERATOR"] = "cpu"
+    accelerator: Any = import_module("deepspeed.accelerator").get_accelerator()
+    accelerator.is_fp16_supported = lambda: True  # as in tests/distributed/adapters.py
     take_all(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
     if dist.is_initialized():
         dist.barrier()

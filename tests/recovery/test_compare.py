@@ -223,6 +223,20 @@ def test_adam_may_move_a_weight_whose_gradient_is_rounding():
     assert compare(side(0.5, 6e-6), side(0.5 + 5e-6, 6e-6)).step == 1
 
 
+def test_a_bias_that_rounding_has_moved_shows_in_the_activations_after_it():
+    """256 tokens of a GPT-2: a bias has moved by 6e-8, which is 256 times as much in a sum."""
+
+    def side(total: float, step: int) -> Side:
+        first = {1: {"lr": 2e-3}} if step == 2 else {}
+        numbers = {"activation": {"transformer.h.0.mlp": [0.7057878, total, 0.0360196]}}
+        return Side("one", dtype="float32", steps={**first, step: {"lr": 2e-3, "numbers": numbers}})
+
+    moved = 5.4853080, 5.4852933
+    assert compare(*(side(total, 2) for total in moved)).step is None
+    assert compare(*(side(total, 1) for total in moved)).step == 1
+    assert compare(side(5.4853, 2), side(5.4863, 2)).step == 2
+
+
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_rounding_of_the_norm_is_no_fault_of_gradients_and_moments(clip: float):
     """torch rounds the norm of a CPU by ten eps, and a clipped gradient is divided by it."""

@@ -104,7 +104,7 @@ def test_a_flipped_weight_is_reported_and_the_run_goes_on(
     assert (event["step"], fault["kind"], fault["ranks"]) == (8, "weights", [0])
     assert [one["passed"] for one in events(out_dir, "verified")] == [True, False, True]
     assert (
-        f"warning: corruption at step 8: {fault['text']}; the run goes on"
+        f"warning: corruption at step 8: {fault['text']}; the run continues"
         in capsys.readouterr().out
     )
     (run,) = read_runs([out_dir])
@@ -120,7 +120,7 @@ def test_with_stop_the_run_ends_with_11_and_names_the_checkpoint(
     with pytest.raises(CorruptionError) as raised:
         train(given)
     good = tmp_path / "out" / "checkpoints" / "step_00000004"
-    words = f"go on from {good} (--resume), saved before the last check that passed, at step 4"
+    words = f"continue from {good} (--resume), saved before the last check that passed, at step 4"
     assert words in str(raised.value)
     assert "model.embed_tokens.weight" in str(raised.value)
     assert (raised.value.status, raised.value.code) == (11, "E_CORRUPTION")

@@ -442,7 +442,7 @@ def test_how_a_run_ended_is_a_sentence(tmp_path):
         found += [one.text for one in diagnose(run, run.starts[-1].last_time + 7500)]
     assert found == [
         "the run ended at step 200 of 200 with exit status 5 (E_STORAGE): /mnt: no space; free"
-        " some space; once that is fixed, the same command goes on from step 150",
+        " some space; once that is fixed, the same command continues from step 150",
         "the run ended at step 0 of 200 with exit status 70 (E_INTERNAL): KeyError: 'x'; once"
         " that is fixed, the same command starts from the beginning, as nothing was saved",
         "the last line is 2 h 5 min old, at step 100 of 200, and no end is recorded: the run"

@@ -173,7 +173,7 @@ def test_with_tensor_parallel_ranks_communication_is_mostly_that_of_the_passes()
     assert found.kind == "communication"
     assert found.text == (
         "communication, including both passes of tensor_parallel = 2, is 44 % of the step (44.0 of"
-        " 100.0 ms); drop --tensor_parallel if a micro-batch fits without it"
+        " 100.0 ms); remove --tensor_parallel if a micro-batch fits without it"
     )
     update = profile(1.0, 20.0, 30.0, 49.0, comm=[10.0] * 4)
     assert judge(update, **divided).kind == "compute"  # which part of it computes is unknown

@@ -303,7 +303,8 @@ def test_a_failing_tracker_warns_once_and_the_run_continues(
     assert train(requested) == 0
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert sorted(warnings) == [
-        f"warning: tracker {reason}; training goes on without it, and metrics.jsonl has everything"
+        f"warning: tracker {reason}; training continues without it, and metrics.jsonl has"
+        " everything"
         for reason in ("mlflow: No module named 'mlflow'", "tensorboard: the other end is gone")
     ]
     assert [step for step, _ in opened["tensorboard"].lines] == [2]
@@ -345,7 +346,8 @@ def test_a_tracker_that_hangs_is_not_waited_for(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("requested", ["none,wandb", "wandb, none", "none,none"])
 def test_none_beside_trackers_is_refused(requested: str):
     with pytest.raises(
-        UsageError, match=r"report_to = .*none cannot be combined with other trackers; drop one$"
+        UsageError,
+        match=r"report_to = .*none cannot be combined with other trackers; remove it, or them$",
     ):
         parse_flags(["--report_to", requested])
     assert parse_flags(["--report_to", "none"]).trackers() == ()

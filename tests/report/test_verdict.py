@@ -58,7 +58,7 @@ def test_a_key_of_the_deepspeed_file_decides_what_is_advised(tmp_path):
         '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}'
     )
     found = verdict_of(made_run(place, [run_start(), made_profile(optimizer_ms=90.0)]))
-    assert "drop offload_optimizer" in found
+    assert "remove offload_optimizer" in found
 
 
 def test_the_host_of_a_profile_is_the_limit_and_a_run_that_recorded_none_has_none(tmp_path):

@@ -270,7 +270,7 @@ def test_a_dry_run_for_a_mac_needs_none():
     with pytest.raises(UsageError, match="trains in one process, and 2 were started"):
         choose_device(run, Launch(world_size=2))
     (fault,) = precision_faults(parse_flags("--dtype float32 --tf32".split()), "mps")
-    assert fault.sentence == "tf32 = True (--tf32) has no effect on mps; drop it"
+    assert fault.sentence == "tf32 = true (--tf32) has no effect on mps; remove --tf32"
 
 
 def test_sums_are_in_the_widest_floats_that_a_device_has(monkeypatch: pytest.MonkeyPatch):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import pstats
+import signal as signals
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch._inductor.exc import InductorError
 
 from minimind.cli import main as cli
 from minimind.launch import train_pretrain
+from minimind.runtime.exit import Ending
+from minimind.runtime.process import Progress
 from tests.conftest import ROOT
 
 WORK = """
@@ -83,6 +87,22 @@ def test_output_that_cannot_be_written_has_the_status_that_python_gives(where, c
     command = ["bash", "-c", line, sys.executable, program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
     assert (done.returncode, done.stderr) == (status, told)
+
+
+@pytest.mark.parametrize(("signal", "status"), [("SIGTERM", 75), ("", 70)])
+def test_a_compiler_that_the_signal_has_ended_too_is_no_bug(
+    signal: str, status: int, monkeypatch, capsys
+):
+    """Launchers and terminals send it to g++ as well, whose end torch raises."""
+    monkeypatch.delenv("MINIMIND_STATUS_FILE", raising=False)
+    progress = Progress(step=3, is_training=True)
+    if signal:
+        progress.stop.record_signal(getattr(signals, signal))
+    error = InductorError(RuntimeError("C++ compile error\n\nCommand:\ng++"), None)
+    assert Ending(progress, debug=False).report(error) == status
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("train_pretrain: stopped on SIGTERM while") == bool(signal)
+    assert len(lines) == 1 or not signal
 
 
 RUN = """

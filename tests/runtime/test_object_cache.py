@@ -68,7 +68,7 @@ def test_more_than_the_bound_is_refused_with_both_numbers(three: list[str], tmp_
     with pytest.raises(
         UsageError,
         match=r"^s3://bucket/\*.jsonl: needs 3,072 bytes \(0.0 MiB\) of objects at once, more than"
-        r" max_cache_gib = 1.90735e-06 \(2,048 bytes\); raise --max_cache_gib, or drop it$",
+        r" max_cache_gib = 1.90735e-06 \(2,048 bytes\); raise --max_cache_gib, or remove it$",
     ):
         fetched("s3://bucket/*.jsonl", tmp_path, 2 * KIB)
 

@@ -92,7 +92,7 @@ def test_a_killed_sweep_goes_on_where_its_trial_was_saved(corpus: Path, tmp_path
     sweep.communicate()
     again = start(path, out)
     text = check_finished(again, out, 3)
-    assert text.startswith("trial-0001: was interrupted, and goes on\n")
+    assert text.startswith("trial-0001: was interrupted, and continues\n")
     first, second = events(out / "trial-0001", "run_start")
     assert first["resume_from"] is None
     assert second["resume_from"]
@@ -138,7 +138,7 @@ def test_a_trial_that_is_killed_or_suspended_alone_is_not_lost(corpus: Path, tmp
         again = start(path, out)
     finally:
         suspended.kill()
-    assert "trial-0001: was interrupted, and goes on\n" in text
+    assert "trial-0001: was interrupted, and continues\n" in text
     assert f"is in use by process {suspended.pid} on " in errors
     assert "as before, which says nothing of its flags" in errors
     check_finished(again, out, 2)
@@ -165,7 +165,7 @@ def test_a_killed_scaling_run_goes_on_and_predicts_its_last_run(corpus: Path, tm
     again = start(path, out, "scaling run")
     text, errors = again.communicate(timeout=PATIENCE)
     assert (again.returncode, errors) == (0, "")
-    assert "trial-0001: was interrupted, and goes on\n" in text
+    assert "trial-0001: was interrupted, and continues\n" in text
     found = re.search(
         r"^prediction for dim 40 learning_rate 2e-3, 12800 .* loss [\d.]+, 95% interval ([\d.]+) to"
         r" ([\d.]+)\nmeasured: loss ([\d.]+), (within|outside) the interval, [+-][\d.]+%$",

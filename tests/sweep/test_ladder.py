@@ -176,7 +176,7 @@ def test_a_killed_command_goes_on_without_the_runs_that_are_done(tmp_path, capsy
         *everything[everything.index(at) :],
     ]
     text = capsys.readouterr().out
-    assert f"{at}: was interrupted, and goes on\n" in text
+    assert f"{at}: was interrupted, and continues\n" in text
     assert text.index("prediction for") < text.index(f"{LAST}: size dim 512")
     starts = [*made.starts]
     assert train(tmp_path) == 0
@@ -188,7 +188,7 @@ def test_a_stop_before_the_predicted_run_is_a_status_of_its_own(tmp_path, capsys
     made.stop_at = FITTED[-1]
     assert train(tmp_path) == 75
     assert made.starts == FITTED
-    error = "minimind scaling run: stopped on SIGTERM; run the same command again to go on\n"
+    error = "minimind scaling run: stopped on SIGTERM; run the same command again to continue\n"
     assert error in capsys.readouterr().err
     made.stop_at = ""
     assert train(tmp_path) == 0

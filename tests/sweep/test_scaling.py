@@ -89,6 +89,8 @@ def test_runs_that_cannot_be_used_are_named_with_the_reason(grid, tmp_path, caps
     write_run(runs / "z-nameless", [run_start(), evaluation(40, 3.0), end(40)])
     started = run_start(init_from={"place": "exported", "kind": "x"})
     write_run(runs / "z-continued", [started, evaluation(40, 3.0), end(40)])
+    taught = run_start(identity={"model": {"loss": "0 cross-entropy + 1 KL"}})
+    write_run(runs / "z-taught", [taught, evaluation(40, 3.0), end(40)])
     write_point(runs / "z-experts", 128, 3e8, use_moe=True)
     left = answered(capsys, runs)["left_out"]
     reasons = {name.rpartition("/")[2]: reason for name, reason in left.items()}
@@ -100,6 +102,7 @@ def test_runs_that_cannot_be_used_are_named_with_the_reason(grid, tmp_path, caps
         "z-infinite": "its last validation has no finite loss",
         "z-nameless": "has no config.yaml",
         "z-continued": "begins with trained weights (--init_from)",
+        "z-taught": "trains with another loss (0 cross-entropy + 1 KL)",
         "z-experts": "is a mixture of experts, and the law is for dense models",
     }
 

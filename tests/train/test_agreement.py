@@ -61,11 +61,11 @@ def told(given: RunConfig = GIVEN, decided: RunConfig | None = None, **other: An
     )
     schedule = Schedule("cosine", 1e-3, 0.1, 2, other.pop("steps", 20))
     order = Order(64, 8, seed=0, left_out=other.pop("left_out", ()))
-    environ = other.pop("environ", {})
+    environ, teacher = other.pop("environ", {}), other.pop("teacher", None)
     assert not other
     text = Text("--data_path", given.data_path, given.data_path, None)
     initial = InitialModel(resolved.run, MiniMind())
-    plan = Plan(setup, resolved, initial, text, prepared, order, schedule)
+    plan = Plan(setup, resolved, initial, text, prepared, order, schedule, teacher=teacher)
     return all_told(given, plan, environ)
 
 
@@ -107,7 +107,7 @@ def test_a_flag_of_one_rank_is_named_or_may_differ_for_a_reason(name: str):
 def test_flags_that_may_differ_are_flags_with_a_reason():
     assert {*MAY_DIFFER} <= {*FLAGS}
     assert all(len(reason) > 10 for reason in MAY_DIFFER.values())
-    assert {f.name for f in fields(RunConfig)} - {*FLAGS} == {"sources"}
+    assert {f.name for f in fields(RunConfig)} - {*FLAGS} == {"sources", "teacher_weights"}
 
 
 def test_ranks_that_have_all_alike_train_whatever_may_differ():
@@ -116,6 +116,17 @@ def test_ranks_that_have_all_alike_train_whatever_may_differ():
     )
     environ = {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "1", "TORCHINDUCTOR_CACHE_DIR": "x"}
     assert compared(told(), told(other, environ=environ), told()) == [None] * 3
+
+
+def test_a_teacher_is_compared_by_its_weights_not_its_place():
+    def seen(place: str, digest: str) -> Any:
+        teacher: Any = SimpleNamespace(place=place, digest=digest)
+        return told(GIVEN.with_values(Origin("--x", Rank.DATA), teacher=place), teacher=teacher)
+
+    assert compared(seen("/a", "1f2e"), seen("/b", "1f2e")) == [None] * 2
+    error = refused(seen("/a", "1f2e"), seen("/a", "3d4c"))
+    assert isinstance(error, UsageError)
+    assert str(error).startswith("--teacher is not the same on all ranks: ")
 
 
 ENVIRONMENT = (

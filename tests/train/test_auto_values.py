@@ -181,7 +181,7 @@ def test_rows_that_the_micro_batches_cannot_divide_are_refused(places, tmp_path)
     assert train(flags, stop_at_step=4, batch_size=4) == 75
     message = (
         r"batch_size = auto: the 4 rows of a step in .*step_00000004 cannot be divided by"
-        r" accumulation_steps = 3 \(train.*\); drop it, or give --batch_size with"
+        r" accumulation_steps = 3 \(train.*\); remove accumulation_steps, or give --batch_size with"
         r" --allow_change batch$"
     )
     with pytest.raises(CheckpointError, match=message):
@@ -199,7 +199,7 @@ def test_rows_that_the_micro_batches_cannot_divide_are_refused(places, tmp_path)
             None,
             "by 3 processes; start processes that divide them, or give --global_batch_size 4",
         ),
-        (2, 3, r"by accumulation_steps = 3 \(--accumulation_steps\) x 2 processes; drop it, or"),
+        (2, 3, r"by accumulation_steps = 3 \(--acc.*\) x 2 processes; remove --acc.*, or give"),
         (3, 2, r"= 2 \(--acc.*\) x 3 processes; start .* --global_batch_size 4 instead of --acc"),
     ],
 )

@@ -247,6 +247,8 @@ def test_a_record_counts_for_the_same_model_and_device(tmp_path: Path, flags: di
     assert fit().rows == run.micro_batch_rows(1) // 2
     assert fit("--gradient_checkpointing").rows == before.rows
     assert fit("--dim 256").rows == before.rows
+    for other in ("--dtype bfloat16", "--optimizer lion", "--ema 0.9", "--loss chunked"):
+        assert fit(other).rows == before.rows, other
     assert halved(run, 1, None) is None
 
 

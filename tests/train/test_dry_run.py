@@ -16,6 +16,7 @@ from minimind.config.deepspeed.backend_choice import ELSEWHERE, Setup, dry_run_n
 from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.errors import DataError, UsageError
+from minimind.runtime.device import HOST
 from minimind.train.dry_run import dry_run_text
 from tests.conftest import ROOT, sentences
 from tests.train.starts import planned
@@ -111,6 +112,16 @@ def test_the_length_is_that_of_the_rows_of_the_folder(folder: Path, tmp_path: Pa
     assert f"length: {steps + 1:,} steps of" in dry_run(
         folder, *words, "--max_steps", str(steps + 1)
     )
+
+
+def test_a_micro_batch_that_does_not_fit_the_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(type(HOST), "memory", lambda self, index=None: 64 * 2**30)
+    given = "--model 0.4b --dtype float32 --device cpu --deepspeed_config none --batch_size"
+    few, many = (
+        dry_run_text(planned(parse_flags([*given.split(), rows]))) for rows in ("1", "300")
+    )
+    assert "warning  a micro-batch of" not in few
+    assert "warning  a micro-batch of 300 rows x 1024 tokens: `minimind plan` counts" in many
 
 
 GPU_HOST = "--model tiny --device cuda --dry_run"

@@ -709,7 +709,7 @@ def test_eval_prints_a_table_of_conversations(
 @pytest.mark.parametrize(
     ("words", "data", "status", "answer"),
     [
-        (("--task", "sft"), [{"text": "plain"}], 3, "drop --task sft"),
+        (("--task", "sft"), [{"text": "plain"}], 3, "remove --task sft"),
         ((), conversations(3), 3, "fine-tune on it with --task sft, or write"),
         ((), "conversations", 3, "holds conversations, as --task sft prepares them"),
         (("--task", "sft"), "text", 2, "holds text, and --task sft reads files of"),
@@ -718,13 +718,13 @@ def test_eval_prints_a_table_of_conversations(
             ("--task", "sft", "--max_rows", "3"),
             conversations(3),
             2,
-            "--max_rows and --task sft exclude one another",
+            "--max_rows and --task sft cannot be used together",
         ),
         (
             ("--task", "sft", "--no-doc_mask"),
             conversations(3),
             2,
-            "--no-doc_mask and --task sft exclude one another",
+            "--no-doc_mask and --task sft cannot be used together",
         ),
         (("--task", "sft", "--max_seq_len", "3"), conversations(3), 3, "ends within 4 tokens"),
         (("--train_on", "all"), conversations(3), 2, "--train_on without --task sft"),

@@ -179,6 +179,12 @@ def test_a_model_of_transformers_is_frozen_likewise(
     assert len(kinds["fp32"]) - len(kinds["exp_avg"]) == 12  # 9 of block 0, 2 q_proj, embedding
 
 
+def test_a_universal_checkpoint_needs_moments_of_all_and_is_refused(whole: Path, tmp_path: Path):
+    words = ["export", "--checkpoint", str(whole), "--format", "deepspeed-universal"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
 def test_muon_without_a_matrix_to_train_is_refused(places: Path, tmp_path: Path):
     with pytest.raises(UsageError, match=r"muon .*--freeze"):
         run(places, tmp_path / "out", freeze=["*proj*"], optimizer="muon", learning_rate=1e-3)

@@ -22,7 +22,7 @@ from minimind.engine.build import leave_process_group
 from minimind.engine.engine import Engine
 from minimind.errors import MemoryFull, known_error, which_memory
 from minimind.runtime.exit import Ending
-from minimind.runtime.process import Progress
+from minimind.runtime.process import SCRIPT_PID, Progress
 from minimind.train import memory
 from minimind.train.memory import remedy
 from minimind.train.pretrain import pretrain
@@ -128,6 +128,29 @@ def test_a_run_out_of_memory_ends_with_10_in_one_line_and_keeps_its_checkpoint(
     assert kept.name == "step_00000002"
     assert verify(kept) is None
     assert ended(flags) == 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "by_script", "words"),
+    [
+        (1, False, "; the run continues with at most 4 rows at once"),
+        (2, True, "; the run continues with at most 4 rows at once"),
+        (2, False, "; run the same command again, which continues with at most 4 rows at once"),
+    ],
+)
+def test_a_halved_micro_batch_is_said_to_go_on_by_itself_where_it_does(
+    processes: int, by_script: bool, words: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(SCRIPT_PID, raising=False)
+    if by_script:
+        monkeypatch.setenv(SCRIPT_PID, "1")
+    launch = SimpleNamespace(world_size=processes, local_world_size=processes)
+    setup: Any = SimpleNamespace(device="cpu", launch=launch)
+    resolved = ResolvedConfig(parse_flags("--dtype float32 --batch_size 8".split()), "single")
+    with pytest.raises(MemoryFull) as raised:
+        with memory.report_out_of_memory(setup, resolved, memory.Fit(8, "", {})):
+            raise torch.OutOfMemoryError(CUDA)
+    assert str(raised.value).endswith(words)
 
 
 @pytest.mark.parametrize("place", ["evaluate", "build_engine", "Saver.begin"])

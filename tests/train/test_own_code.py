@@ -13,9 +13,11 @@ import yaml
 
 import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_of
+from minimind.engine.clocks import PhaseClock
 from minimind.errors import UsageError
 from minimind.report.findings import diagnose
 from minimind.report.history import read_runs
+from minimind.train import loop
 from tests.conftest import Launcher
 from tools.runs import PACE, SHAPE, events
 
@@ -103,6 +105,34 @@ def test_what_a_function_raises_or_returns_else_names_it(given: dict[str, Any]):
             train(given, on_step=wrong)
     with pytest.raises(TypeError):
         train(["--max_steps", "3"], max_steps=4)
+
+
+def test_a_rank_that_hangs_in_a_function_is_named_by_it(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    clocks: list[PhaseClock] = []
+    seen: dict[str, set[str]] = {"on_step": set(), "on_eval": set()}
+
+    def made(*args: Any) -> PhaseClock:
+        clocks.append(PhaseClock(*args))
+        return clocks[-1]
+
+    monkeypatch.setattr(loop, "PhaseClock", made)
+    noted = {name: lambda step, n, name=name: seen[name].add(clocks[-1].phase) for name in seen}
+    assert train(given, **noted) == 0
+    assert seen == {name: {name} for name in seen}
+    assert clocks[-1].phase == "data"
+
+
+def test_the_last_step_of_a_run_that_a_function_ends_has_a_fingerprint(
+    given: dict[str, Any], tmp_path: Path
+):
+    given |= {"fingerprints": 3, "log_interval": 1}
+    assert train(given, on_step=lambda step, n: step == 5) == 0
+    found = events(tmp_path / "run", "fingerprint")
+    assert [one["step"] for one in found] == [1, 3, 5]
+    assert [*found[-1]["numbers"]] == ["exp_avg", "exp_avg_sq", "fp32"]
+    assert found[-1]["loss"] == events(tmp_path / "run", "step")[-1]["loss"]
 
 
 def test_words_are_a_command_line(capfd: pytest.CaptureFixture[str]):

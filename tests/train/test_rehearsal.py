@@ -97,7 +97,7 @@ def test_what_the_start_refuses_is_refused(prepared: Path, tmp_path: Path):
     flags = {**FLAGS, "data_path": [str(prepared)], "max_tokens": 1000.0}
     with pytest.raises(UsageError, match="is 1,000 tokens, less than the 1,280 of one step"):
         rehearsed(**flags, batch_size=40)
-    with pytest.raises(UsageError, match=r"vocab_size = 700 .* has 600; drop one of the two"):
+    with pytest.raises(UsageError, match=r"vocab_size = 700 .* has 600; remove one of them"):
         rehearsed(**flags, vocab_size=700)
     with pytest.raises(UsageError, match=r"warmup_steps = 100000 .* more than the .* of the whole"):
         rehearsed(**{**flags, "max_tokens": None, "epochs": 1}, warmup_steps=100_000)

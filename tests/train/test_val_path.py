@@ -302,19 +302,24 @@ def test_what_does_not_go_with_val_path_is_refused_by_name(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     data = ["--data_path", f"{place}/a.jsonl", "--val_path", f"{place}/val.jsonl"]
-    with pytest.raises(UsageError, match=r"val_path = .* and val_fraction = 0.1 .*; drop one"):
+    with pytest.raises(UsageError, match=r"val_path = .* and val_fraction = 0.1 .*; remove one"):
         parse_flags([*data, "--val_fraction", "0.1"])
     assert parse_flags([*data, "--keep_best", "1", "--eval_rows", "8"]).val_path
     with pytest.raises(DataError, match=r"gone.jsonl: there is no such file"):
         require_inputs(parse_flags([*data[:3], f"{place}/gone.jsonl"]))
-    with pytest.raises(UsageError, match=r"apart-a is prepared and has its held-out text; drop"):
+    with pytest.raises(
+        UsageError, match=r"apart-a is prepared and has its own held-out text; remove"
+    ):
         train(flags(place, data_path=[f"{place}/apart-a"], tokenizer=None), out_dir=f"{tmp_path}/o")
     for words, message in [
         (
             ["--val_fraction", "0.1"],
-            r"and --val_fraction 0.1 both choose the validation text; drop",
+            r"and --val_fraction 0.1 both choose the validation text; remove",
         ),
-        ([f"--source=b={place}/a.jsonl"], r"cannot be shared by 2 sources; drop it, or prepare a"),
+        (
+            [f"--source=b={place}/a.jsonl"],
+            r"cannot be shared by 2 sources; remove it, or prepare a",
+        ),
     ]:
         assert main(["prepare", *data, *words, "--out", f"{tmp_path}/no"]) == 2
         assert re.search(message, capsys.readouterr().err)

@@ -73,7 +73,7 @@ def _contradiction(
 ) -> Fault:
     flag = given(run, name)
     sentence = f"{where} is {value} but {flag.source} says {name} = {flag.value}"
-    return Fault(key, f"{sentence}; {flag.drop}, or {remedy}")
+    return Fault(key, f"{sentence}; {flag.remove}, or {remedy}")
 
 
 def adopt_launch(run: RunConfig, launch: Launch) -> Layer:
@@ -172,7 +172,7 @@ def _adopt_dtype(config: Mapping[str, Any], path: str, run: RunConfig) -> Layer:
     on = [dtype for dtype, value in enabled.items() if value is True]
     if len(on) > 1:
         names = [f"{block}.enabled" for block, dtype in DTYPE_BLOCKS.items() if dtype in on]
-        yield Fault("", f"{path}: {' and '.join(names)} are true; leave one on")
+        yield Fault("", f"{path}: {' and '.join(names)} are both true; write false for one of them")
         return run
     if not on and enabled.get(run.dtype) is not False:
         return run
@@ -197,8 +197,8 @@ def adopt_optimizer(config: dict[str, Any], path: str, run: RunConfig) -> Layer:
     elif run.optimizer != name:
         block = config.pop("optimizer")
         if not _is_shipped_default(block, path):
-            shipped = "muon" if run.muon else "torch_adamw, which has no such block"
-            remedy = f"take --deepspeed_config none or {shipped}"
+            shipped = "muon" if run.muon else "torch_adamw, which has no optimizer block"
+            remedy = f"give --deepspeed_config none or {shipped}"
             written = json.dumps(block["type"])
             yield _contradiction(run, "optimizer", written, origin, remedy, "optimizer.type")
         return run
@@ -226,13 +226,16 @@ def _muon_faults(params: Mapping[str, Any], path: str) -> Iterator[Fault]:
     if "muon_lr" not in params:
         yield Fault(
             f"{PARAMS}muon_lr",
-            f"{path}: {PARAMS}muon_lr is missing, and Muon's rate is not AdamW's; write a number,"
+            f"{path}: {PARAMS}muon_lr is missing, and AdamW's rate does not suit Muon; write a"
+            " number,"
             ' or "auto" for --muon_lr',
         )
     for name, accepted in ONLY_IN_DEEPSPEED.items():
         if name in params and params[name] not in (AUTO, *accepted):
             key, shown = f"{PARAMS}{name}", json.dumps(params[name])
-            yield Fault(key, f"{path}: {key} is {shown}, and torch's Muon has none; remove it")
+            yield Fault(
+                key, f"{path}: {key} is {shown}, but torch's Muon does not have it; remove it"
+            )
 
 
 def is_shipped(path: str) -> bool:

@@ -272,6 +272,7 @@ def with_loss(resolved: ResolvedConfig, device: str) -> ResolvedConfig:
         return resolved
     full = {
         "no GPU": device == HOST.name,
+        "a teacher": run.teacher is not None,
         "a model of transformers": run.hugging_face is not None,
         "compiled": run.compile == "on",
     }

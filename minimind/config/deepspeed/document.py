@@ -63,11 +63,11 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
             fault = no_such_name(str(path), shipped, "DeepSpeed JSON")
             raise UsageError(f"{source} {fault}") from error
         raise UsageError(
-            f"{source} {path}: {error.strerror}; name a DeepSpeed JSON file, or"
+            f"{source} {path}: {error.strerror}; give a DeepSpeed JSON file, or"
             f" {', '.join(shipped)}"
         ) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from error
+        raise UsageError(f"{path}: is not UTF-8 at byte {error.start}; save it as UTF-8") from error
     except json.JSONDecodeError as error:
         raise UsageError(
             f"{path}:{error.lineno}:{error.colno}: {error.msg}; correct the JSON there"
@@ -75,9 +75,9 @@ def read_deepspeed_json(path: str, source: str = "--deepspeed_config") -> dict[s
     except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
         raise UsageError(f"{path}: {error}; correct the JSON") from error
     except KeyError as error:
-        raise UsageError(f"{path}: {error.args[0]} is written twice; remove one") from error
+        raise UsageError(f"{path}: {error.args[0]} is written twice; remove one of them") from error
     if not isinstance(config, dict):
-        raise UsageError(f"{path}: holds {type(config).__name__}, not a JSON object; write one")
+        raise UsageError(f"{path}: is not a JSON object; write {{...}}")
     return config
 
 

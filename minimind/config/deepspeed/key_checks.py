@@ -132,7 +132,7 @@ def _unknown(
                 faults[name] = REMOVED[name]
         elif name in FIELD_NAMES:
             other = FIELD_NAMES[name]
-            faults[name] = f"is another name of {other}, which is there too; remove one"
+            faults[name] = f"is another name of {other}, which is also there; remove one of them"
         elif written not in names:
             faults[name] = f"is not a {what}; {_advice(written, names, section)}"
         elif name in SECTIONS and not name.endswith(".params"):
@@ -147,7 +147,7 @@ def _block_faults(
     if not isinstance(written, Mapping):
         return {}
     if "type" not in written:
-        return {block: f'has no type, so that DeepSpeed ignores it; write "type": "{example}"'}
+        return {block: f'has no type, so DeepSpeed ignores it; write "type": "{example}"'}
     kind = written["type"]
     if not isinstance(kind, str) or kind == AUTO:
         return {}
@@ -160,14 +160,14 @@ def _block_faults(
     if name == "OneCycle" and isinstance(params, Mapping):
         for needed in ("cycle_min_lr", "cycle_max_lr"):
             if needed not in params:
-                faults[f"{block}.params.{needed}"] = f"is missing; {name} needs it, write one"
+                faults[f"{block}.params.{needed}"] = f"is missing, but {name} needs it; add it"
     return faults
 
 
 def _advice(name: str, names: Iterable[str], section: str) -> str:
     """The remedy for a name that is not among `names`."""
     if name.startswith(("_", "#", "//")) or "comment" in name.lower():
-        return "JSON has no place for notes, remove it"
+        return "remove it, or write it as a comment (// ...)"
     homes = [home for home, keys in SECTIONS.items() if name in [key.name for key in keys]]
     if f"{ZERO}{name}" in FIELD_NAMES:
         homes.append("zero_optimization")
@@ -176,7 +176,7 @@ def _advice(name: str, names: Iterable[str], section: str) -> str:
     if near := _near(name, names):
         return near
     known = [*names]
-    return f"there are {', '.join(known)}" if section and len(known) <= MANY else "remove it"
+    return f"the keys are {', '.join(known)}" if section and len(known) <= MANY else "remove it"
 
 
 def _near(name: str, names: Iterable[str]) -> str:
@@ -248,7 +248,7 @@ def without_effect(config: Mapping[str, Any], path: str) -> Iterator[Fault]:
             nearest = nearest.rpartition(".")[0]
         row = KEYS.get(nearest)
         if row and row.why and value != AUTO and not is_one_of(value, row.only):
-            yield Fault(name, f"{path}: {name} is {json.dumps(value)}, and {row.why}; remove it")
+            yield Fault(name, f"{path}: {name} is {json.dumps(value)}, but {row.why}; remove it")
     for block in SWITCHED:
         if (
             get(config, block) not in (MISSING, AUTO, {})

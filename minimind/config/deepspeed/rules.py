@@ -1,8 +1,8 @@
 """Combinations of settings that do not train: one row each, in the order of the report.
 
-Settings that exclude one another, that have no effect in this training loop, or that DeepSpeed's
-parser accepts and its engine refuses. DeepSpeed 0.19.8 rejects some of these late and with a
-traceback, silently ignores others, and trains a few of them incorrectly.
+Settings that cannot be used together, that have no effect in this training loop, or that the
+parser of DeepSpeed accepts and its engine refuses. DeepSpeed 0.19.8 rejects some of these late and
+with a traceback, silently ignores others, and trains a few of them incorrectly.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from math import gcd
 from typing import Any
 
 from minimind.config.checks import given
+from minimind.config.deepspeed.adopt import is_shipped
 from minimind.config.deepspeed.document import MISSING, get, offloads
 from minimind.config.deepspeed.key_checks import Fault, is_one_of
 from minimind.config.deepspeed.keys import (
@@ -156,17 +157,17 @@ RULES = (
     Rule(
         f"{RATE}cycle_min_mom {RATE}cycle_max_mom {RATE}decay_mom_rate",
         lambda f, key: f[key] is not MISSING and f[f"{RATE}cycle_momentum"] is False,
-        "{key} and cycle_momentum is false, which ignores it; write true, or remove it",
+        "{key}, but has no effect with cycle_momentum false; write true there, or remove it",
     ),
     Rule(
         f"{RATE}warmup_num_steps",
         _is_below(2),
-        "{key}, and DeepSpeed's schedulers warm up over 2 steps at least; write 2 or more",
+        "{key}, but DeepSpeed's schedulers warm up over at least 2 steps; write 2 or more",
     ),
     Rule(
         "scheduler",
         _short_warmup,
-        "{warmup_steps}, and DeepSpeed's schedulers warm up over 2 steps at least; raise it, or"
+        "{warmup_steps}, but DeepSpeed's schedulers warm up over at least 2 steps; raise it, or"
         " remove the scheduler block",
     ),
     Rule(
@@ -188,14 +189,14 @@ RULES = (
     Rule(
         "flops_profiler.enabled",
         lambda f, key: f.run.compile == "on" and f[key] is True,
-        "{key}, and with {compile} the profiler miscounts and has the model compiled again and"
-        " again; {compile.drop}, or switch the profiler off",
+        "{key}, but with {compile} the profiler miscounts, and the model is compiled again and"
+        " again; {compile.remove}, or write false there",
     ),
     Rule(
         f"{ZERO}stage",
         lambda f, key: f.run.compile == "on" and f.stage == 3,
-        "{key}, and with {compile} its hooks in every module would be compiled again and again;"
-        " {compile.drop}, or use stage 2",
+        "{key}, but with {compile} its hooks in every module would be compiled again and again;"
+        " {compile.remove}, or use stage 2",
     ),
     Rule(
         f"{ZERO}stage",
@@ -206,8 +207,9 @@ RULES = (
     Rule(
         "data_types.grad_accum_dtype",
         lambda f, key: (f[key], f.run.dtype, f.stage) == ("fp32", "bfloat16", 0),
-        "{key} in bfloat16, and {stage}, which DeepSpeed 0.19.8 has not implemented; use stage 1"
-        " to 3",
+        "{key}, which DeepSpeed 0.19.8 does not implement with {dtype} at stage 0; use stage 1 to"
+        " 3,"
+        " or remove it",
     ),
     Rule(
         "optimizer.type",
@@ -218,22 +220,22 @@ RULES = (
         " --optimizer lion",
     ),
     Rule(
-        OFFLOAD, _offloads_too_early(1), "{offload} needs stage 1 or above and {stage}; change one"
+        OFFLOAD, _offloads_too_early(1), "{offload} needs stage 1 or above, but {stage}; change one"
     ),
     Rule(
         f"{ZERO}offload_param",
         _offloads_too_early(3),
-        "{offload} needs stage 3 or above and {stage}; change one",
+        "{offload} needs stage 3, but {stage}; change one",
     ),
     Rule(
         f"{OFFLOAD}.device {ZERO}offload_param.device",
         lambda f, key: f[key] == "nvme" and {"by": f.sources[key]},
-        '{key} ({by}), and a checkpoint cannot hold what is on a disk; write "cpu"',
+        '{key} ({by}), but a checkpoint cannot hold what is on a disk; write "cpu"',
     ),
     Rule(
         f"{OFFLOAD}.ratio",
         lambda f, key: f.number(key) not in (None, 1) and f.stage != 3,
-        "{key} and {stage}, and it needs stage 3; remove it",
+        "{key}, which needs stage 3, but {stage}; remove it",
     ),
     Rule(
         f"{OFFLOAD}.ratio",
@@ -247,103 +249,109 @@ RULES = (
     Rule(
         GRAD_NORM,
         lambda f, key: f[key] is False and f.stage in (0, 3),
-        "{key}, which this stage refuses ({stage}); remove it",
+        "{key}, which only stages 1 and 2 support, but {stage}; remove it",
     ),
     Rule(
         GRAD_NORM,
         lambda f, key: f[key] is False and f.run.grad_clip > 0,
-        "{key} beside gradient_clipping = {grad_clip.value}; remove it, or set that to 0",
+        "{key}, but gradient_clipping = {grad_clip.value} needs the norm; remove it, or give 0 for"
+        " gradient_clipping",
     ),
     Rule(
         GRAD_NORM,
         lambda f, key: f[key] is False and offloads(f.config, "optimizer"),
-        f"{{key}} beside {OFFLOAD}; remove one",
+        f"{{key}}, which is not supported with {OFFLOAD}; remove one of them",
     ),
     Rule(
         "gradient_predivide_factor",
         lambda f, key: _scatters(f) and f[key] not in (MISSING, 1),
-        '{key} beside reduce_scatter, and {stage}; remove it, or write "reduce_scatter": false',
+        "{key}, which is not supported with reduce_scatter at stages 2 and 3, and {stage}; remove"
+        " it,"
+        ' or write "reduce_scatter": false',
     ),
     Rule(
         "prescale_gradients",
         lambda f, key: _scatters(f) and f[key] is True,
-        '{key} beside reduce_scatter, and {stage}; remove it, or write "reduce_scatter": false',
+        "{key}, which is not supported with reduce_scatter at stages 2 and 3, and {stage}; remove"
+        " it,"
+        ' or write "reduce_scatter": false',
     ),
     Rule(
         f"{ZERO}round_robin_gradients",
         lambda f, key: f[key] is True and f.stage == 3,
-        "{key}, which is for stages 1 and 2, and {stage}; remove it",
+        "{key}, which only stages 1 and 2 support, but {stage}; remove it",
     ),
     Rule(
         f"{ZERO}zero_hpz_partition_size {QUANTIZED}",
         lambda f, key: f.stage < 3 and f[key] is not MISSING and not is_one_of(f[key], (False, 1)),
-        '{key}, which only stage 3 supports, and {stage}; remove it, or write "stage": 3',
+        '{key}, which only stage 3 supports, but {stage}; remove it, or write "stage": 3',
     ),
     Rule(
         f"{QUANTIZED} {ZERO}stage3_module_granularity_threshold",
         lambda f, key: f.device == "cpu" and f.stage == 3 and f[key] not in (MISSING, None, 0),
-        "{key} and needs a GPU; remove it",
+        "{key}, which needs a GPU; remove it",
     ),
     Rule(
         f"{ZERO}allgather_bucket_size",
         lambda f, key: f.stage in (1, 2) and (f.number(key) or 0) % 2,
-        "{key}, an odd number; write an even one",
+        "{key}, but has to be even; write an even number",
     ),
     Rule(
         "scheduler",
         lambda f, key: f.run.muon and f[key] is not MISSING,
-        "scheduler sets one learning rate, and {optimizer} has two; take a file without the block,"
-        " and use --schedule",
+        "scheduler sets one learning rate, but {optimizer} has two; remove the block, and use"
+        " --schedule",
     ),
     Rule(
         OFFLOAD,
         lambda f, key: f.run.muon and offloads(f.config, "optimizer"),
-        f"{OFFLOAD} is not supported with {{optimizer}}; take a file without it, or use AdamW",
+        f"{OFFLOAD} is not supported with {{optimizer}}; remove it, or use AdamW",
     ),
     Rule(
         "optimizer.type",
         _scales_with_gradient,
-        "{key}, and {mup_base_dim} has rates for optimizers that normalize the gradient; use AdamW,"
-        " or {mup_base_dim.drop}",
+        "{key}, but {mup_base_dim} scales the rates of optimizers that normalize the gradient; use"
+        " AdamW, or {mup_base_dim.remove}",
     ),
     Rule(
         f"{PARAMS}adam_w_mode",
         lambda f, key: f.run.mup_base_dim and f.optimizer == "Adam" and f[key] is False,
-        "{key}, and {mup_base_dim} scales a decoupled weight decay; remove it, or"
-        " {mup_base_dim.drop}",
+        "{key}, but {mup_base_dim} scales a decoupled weight decay; remove it, or"
+        " {mup_base_dim.remove}",
     ),
     Rule(
         "scheduler",
         lambda f, key: f.run.mup_base_dim and f[key] is not MISSING,
-        "scheduler sets one learning rate, and {mup_base_dim} sets several; remove the block, and"
+        "scheduler sets one learning rate, but {mup_base_dim} sets several; remove the block, and"
         " use --schedule",
     ),
     Rule(
         f"{PARAMS}amsgrad",
         lambda f, key: f[key] is True and _is_own_adam(f),
-        '{key}, and only torch\'s Adam has it; write "torch_adam": true, or remove it',
+        '{key}, but only torch\'s Adam has it; write "torch_adam": true, or remove it',
     ),
     Rule(
         "data_types.param_dtype",
         _another_dtype,
-        "{key}, and {dtype}; remove it, or give --dtype {needed}",
+        "{key}, but {dtype}; remove it, or give --dtype {needed}",
     ),
     Rule(
         "torch_autocast.dtype",
         lambda f, key: f.run.dtype == MIXED and DTYPES.get(str(f[key])) != "bfloat16",
-        '{key}, and {dtype} multiplies in bfloat16; write "auto", or use another block',
+        '{key}, but {dtype} multiplies in bfloat16; write "auto", or use another block',
     ),
     # Measured: the losses after a start are not those of a process that goes on.
     Rule(
         "torch_autocast.lower_precision_safe_modules",
         lambda f, key: f.run.dtype == MIXED and f.stage == 3 and f[key] != [],
-        "{key}, and {stage}, where a run would not resume exactly: DeepSpeed 0.19.8 rounds weights"
-        ' otherwise in its first step; write [], or "stage": 2',
+        "{key}, but at stage 3 a run would then not resume exactly: DeepSpeed 0.19.8 rounds weights"
+        ' differently in its first step; write [], or "stage": 2',
     ),
     Rule(
         "communication_data_type",
         lambda f, key: f.run.dtype == MIXED and f.stage and f[key] not in (MISSING, None, "fp32"),
-        "{key}, which DeepSpeed 0.19.8 does not read with {dtype}, and {stage}; remove it, or name"
+        "{key}, which DeepSpeed 0.19.8 ignores with {dtype} at stage 1 and above; remove it, or"
+        " name"
         " layers in torch_autocast.lower_precision_safe_modules",
     ),
     Rule(
@@ -354,44 +362,44 @@ RULES = (
     Rule(
         "wandb.enabled comet.enabled tensorboard.enabled",
         _lacks_package,
-        "{key} and the package {package} is not installed; remove the block, or {install}",
+        "{key}, but the package {package} is not installed; remove the block, or run {install}",
     ),
     Rule(
         f"{ZERO}stage",
         lambda f, key: f.run.tensor_parallel > 1 and f.stage == 3,
         "{key}, which is not supported with {tensor_parallel}; use stage 0, 1 or 2, or"
-        " {tensor_parallel.drop}",
+        " {tensor_parallel.remove}",
     ),
     # DeepSpeed 0.19.8 then counts the gradients of the first rank only.
     Rule(
         f"{ZERO}stage",
         lambda f, key: f.run.tensor_parallel > 1 and (f.run.dtype, f.stage) == ("bfloat16", 0),
         "{key}, which is not supported with {dtype} and {tensor_parallel}; use stage 1, which needs"
-        " less memory, or {tensor_parallel.drop}",
+        " less memory, or {tensor_parallel.remove}",
     ),
     Rule(
         OFFLOAD,
         lambda f, key: f.run.tensor_parallel > 1 and offloads(f.config, "optimizer"),
         f"{OFFLOAD} is not supported with {{tensor_parallel}}; remove it, or"
-        " {tensor_parallel.drop}",
+        " {tensor_parallel.remove}",
     ),
     Rule(
         f"{ZERO}round_robin_gradients flops_profiler.enabled",
         lambda f, key: f.run.tensor_parallel > 1 and f[key] is True,
-        "{key}, which is not supported with {tensor_parallel}; switch it off, or"
-        " {tensor_parallel.drop}",
+        "{key}, which is not supported with {tensor_parallel}; write false there, or"
+        " {tensor_parallel.remove}",
     ),
     Rule(
         f"{GRAD_NORM} {PARAMS}torch_adam",
         lambda f, key: f.run.tensor_parallel > 1 and f[key] is False,
         "{key}, which is not supported with {tensor_parallel}; remove it, or"
-        " {tensor_parallel.drop}",
+        " {tensor_parallel.remove}",
     ),
     Rule(
         "data_types.grad_accum_dtype",
         lambda f, key: f.run.tensor_parallel > 1 and f[key] not in (MISSING, None),
         "{key}, which is not supported with {tensor_parallel}; remove it, or"
-        " {tensor_parallel.drop}",
+        " {tensor_parallel.remove}",
     ),
 )
 # DeepSpeed schedulers that support these flags; any other scheduler ignores them.
@@ -409,7 +417,7 @@ def setting_faults(f: Facts) -> Iterator[Fault]:
     for kind, name in ignored_flags(f.config):
         if f.run.is_explicit(name):
             flag = given(f.run, name)
-            sentence = f"scheduler.type is {kind}, which ignores {flag}; {flag.drop}, or change it"
+            sentence = f"scheduler.type is {kind}, which ignores {flag}; {flag.remove}"
             yield Fault("", f"{f.path}: {sentence}")
     yield from precision_faults(f.run, f.device)
     yield from unread_flag_faults(f.run)
@@ -436,10 +444,10 @@ def precision_faults(run: RunConfig, device: str) -> Iterator[Fault]:
     tf32 = given(run, "tf32")
     if run.tf32 and device != "cuda":
         where = "a CPU" if device == "cpu" else device
-        yield Fault("", f"{tf32} has no effect on {where}; drop it{elsewhere}")
+        yield Fault("", f"{tf32} has no effect on {where}; {tf32.remove}{elsewhere}")
     elif run.tf32 and run.dtype != "float32":
         where = f"{run.dtype} ({run.sources['dtype']})"
-        yield Fault("", f"{tf32} has no effect in {where}; drop it")
+        yield Fault("", f"{tf32} has no effect in {where}; {tf32.remove}")
 
 
 def unread_flag_faults(run: RunConfig) -> Iterator[Fault]:
@@ -447,8 +455,11 @@ def unread_flag_faults(run: RunConfig) -> Iterator[Fault]:
     for name in run.unread_flags:
         if run.is_explicit(name):
             flag, optimizer = given(run, name), given(run, "optimizer")
-            remedy = f"{flag.drop}, or use --optimizer {READ_BY[name][0]}"
-            yield Fault("", f"{flag} has no effect with {optimizer}; {remedy}")
+            reader, file = READ_BY[name][0], optimizer.source.rpartition(": ")[0]
+            is_own_file = optimizer.source.rank is Rank.DEEPSPEED and not is_shipped(file)
+            use = f'write "{OPTIMIZERS[reader].name}" there' if is_own_file else ""
+            use = use or f"use --optimizer {reader}"
+            yield Fault("", f"{flag} has no effect with {optimizer}; {flag.remove}, or {use}")
 
 
 def plain_faults(run: RunConfig) -> Iterator[Fault]:
@@ -456,7 +467,7 @@ def plain_faults(run: RunConfig) -> Iterator[Fault]:
     yield from unread_flag_faults(run)
     if run.tensor_parallel > 1:
         flag = given(run, "tensor_parallel")
-        yield Fault("", f"{flag} needs DeepSpeed; give --deepspeed_config FILE, or drop it")
+        yield Fault("", f"{flag} needs DeepSpeed; give --deepspeed_config FILE, or {flag.remove}")
 
 
 def tensor_parallel_faults(run: RunConfig) -> Iterator[Fault]:
@@ -467,18 +478,19 @@ def tensor_parallel_faults(run: RunConfig) -> Iterator[Fault]:
     flags = {
         "dtype": (run.dtype in ("float16", MIXED), "use bfloat16 or float32"),
         "optimizer": (run.optimizer != "adamw", "use adamw"),
-        "use_moe": (run.use_moe, "drop it"),
-        "qkv_bias": (run.qkv_bias, "drop it"),
-        "mup_base_dim": (run.mup_base_dim is not None, "drop it"),
+        "use_moe": (run.use_moe, ""),
+        "qkv_bias": (run.qkv_bias, ""),
+        "mup_base_dim": (run.mup_base_dim is not None, ""),
         "model": (run.hugging_face is not None, "use the built-in decoder"),
-        "compile": (run.compile == "on", "drop it"),
-        "verify_interval": (run.verify_interval > 0, "drop it"),
-        "sequence_parallel": (run.sequence_parallel > 1, "drop it"),
+        "compile": (run.compile == "on", ""),
+        "verify_interval": (run.verify_interval > 0, ""),
+        "sequence_parallel": (run.sequence_parallel > 1, ""),
     }
     excluded = {name: remedy for name, (is_set, remedy) in flags.items() if is_set}
     for name, remedy in excluded.items():
-        sentence = f"{given(run, name)} is not supported with {flag}; {remedy}, or {flag.drop}"
-        yield Fault("", sentence)
+        other = given(run, name)
+        remedies = f"{remedy or other.remove}, or {flag.remove}"
+        yield Fault("", f"{other} is not supported with {flag}; {remedies}")
     if not excluded:
         yield from _indivisible(run)
 

@@ -478,7 +478,7 @@ def form_of(fields: Mapping[str, Any]) -> tuple[str, ...]:
         names = ", ".join([*map(shown, fields)][:3])
         raise DocumentError(
             f'has no "conversations" or "messages"{" but " if names else ""}{names}',
-            f'write {EXAMPLE} or {{"prompt": "...", "completion": "..."}}, or drop --task sft,'
+            f'write {EXAMPLE} or {{"prompt": "...", "completion": "..."}}, or remove --task sft,'
             " which is for conversations",
         )
     return (given or forms)[0]

@@ -79,7 +79,7 @@ def reads(source: str, variable: str) -> bool:
 def require_read(variables: Iterable[str], source: str, name: str) -> None:
     """Raise UsageError for a variable of --chat_template_kwargs that a template does not read."""
     if unread := [variable for variable in variables if not reads(source, variable)]:
-        raise UsageError(f"--chat_template_kwargs: {name} does not read {unread[0]}; drop it")
+        raise UsageError(f"--chat_template_kwargs: {name} does not read {unread[0]}; remove it")
 
 
 class Renderer:
@@ -137,7 +137,7 @@ class Renderer:
             yield from self._sandbox.render(turns, asked, values, conversation.tools)
         except Invalid as error:
             reason = f"{self.name} is not a Jinja template ({error})"
-            raise UsageError(f"{reason}; correct it, or leave it out") from error
+            raise UsageError(f"{reason}; correct it, or give another") from error
         except Refused as error:
             reason = f"{self.name} refuses the conversation ({error})"
             raise DocumentError(reason, "change it, or give another template") from error

@@ -52,7 +52,7 @@ def split_of(digest: bytes, val_fraction: float) -> str:
 
 def refusal(message: str) -> DataError:
     """Return the error for a bad document when none may be skipped."""
-    return DataError(f"{message}; or skip bad documents with --on_bad_data skip")
+    return DataError(f"{message}, or skip bad documents with --on_bad_data skip")
 
 
 def refuse(rejection: Rejection) -> None:

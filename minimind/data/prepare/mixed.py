@@ -46,7 +46,7 @@ def sources_of(run: RunConfig) -> tuple[Source, ...]:
         if sources and run.is_explicit("data_path"):
             raise UsageError(
                 f"--stages {run.stages}: has sources, and data_path = {' '.join(run.data_path)}"
-                f" ({run.sources['data_path']}) names other text; drop one of them"
+                f" ({run.sources['data_path']}) names other text; remove one of them"
             )
     names = [source.name for source in sources]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -89,8 +89,9 @@ def parts_of(sources: Sequence[Source]) -> list[Part]:
         name = seen.setdefault((part.folder, part.number), part.source.name)
         if name != part.source.name:
             raise UsageError(
-                f"source {part.source.name}: {part.folder} is the text of source {name}, too; drop"
-                " one of the two"
+                f"source {part.source.name}: {part.folder} is the text of source {name}, too;"
+                " remove"
+                " one of them"
             )
     return parts
 

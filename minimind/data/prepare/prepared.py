@@ -216,7 +216,7 @@ def tokenizer_of_folder(
         )
     if path is not None and load_tokenizer(path).fingerprint != manifest["tokenizer"]:
         raise DataError(
-            f"{path}: is not the tokenizer of {directory}; leave out --tokenizer, or prepare the"
+            f"{path}: is not the tokenizer of {directory}; remove --tokenizer, or prepare the"
             " text again with it"
         )
     return tokenizer

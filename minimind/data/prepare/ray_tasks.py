@@ -70,10 +70,13 @@ def require_usable(address: str, share: tuple[int, int] | None, processes: int |
             " ray://HOST:PORT, or put --ray behind the paths to start a Ray on this host"
         )
     if share:
-        raise UsageError("--ray and --shard were both given; Ray divides the work, leave out one")
+        raise UsageError(
+            "--ray and --shard cannot be used together: both divide the work; remove one of them"
+        )
     if processes and address != LOCAL:
         raise UsageError(
-            f"--processes {processes}: --ray {address} has the cores of its cluster; leave it out"
+            f"--processes {processes}: --ray {address} uses the cores of its cluster; remove"
+            " --processes"
         )
 
 
@@ -84,7 +87,7 @@ def _imported() -> Any:
         import ray
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"--ray needs Ray, which is not installed; {install_extra('ray')}"
+            f"--ray needs Ray, which is not installed; run {install_extra('ray')}"
         ) from error
     return ray
 

@@ -172,7 +172,7 @@ def _index(request: FilterRequest, foreign: Sequence[Path], draft: Path) -> None
         if not decontamination.write_index(number, (text for text, *_ in documents)):
             raise DataError(
                 f"--decontaminate {path}: no text has {decontamination.config.n_grams} words, so it"
-                " cannot match anything; give longer texts, or leave it out"
+                " cannot match anything; give longer texts, or remove --decontaminate"
             )
 
 

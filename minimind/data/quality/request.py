@@ -60,7 +60,8 @@ def _require_package(what: str, module: str, otherwise: str = "") -> None:
         import_module(module)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{what} needs {module}, which is not installed; {install_extra('quality')}{otherwise}"
+            f"{what} needs {module}, which is not installed; run"
+            f" {install_extra('quality')}{otherwise}"
         ) from error
 
 

@@ -54,10 +54,12 @@ def read_skip_rows(path: Path, n_rows: int, row_tokens: int, fingerprint: str) -
             if found is None:
                 continue
             if not 0 <= found.start < found.stop <= n_rows:
-                raise UsageError(f"{where}: {line.strip()[:80]!r} is not in rows 0 to {n_rows - 1}")
+                raise UsageError(
+                    f"{where}: {line.strip()[:80]!r} is not in rows 0 to {n_rows - 1}; correct it"
+                )
             ranges.add((found.start, found.stop))
     if not ranges:
-        raise UsageError(f"--skip_rows {path}: has no rows; add some, or drop the flag")
+        raise UsageError(f"--skip_rows {path}: has no rows; add some, or remove --skip_rows")
     rows = joined(ranges)
     if (count := count_rows(rows)) > MOST_LEFT_OUT:
         raise UsageError(

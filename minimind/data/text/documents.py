@@ -431,7 +431,7 @@ def usable_size(text: str) -> int:
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(text[error.start]):04x}"
         reason = f"contains a lone surrogate ({lone})"
-        raise DocumentError(reason, "write the pair or drop it") from None
+        raise DocumentError(reason, "write the pair, or remove it") from None
 
 
 def too_long_document(size: int, reading: ReadOptions) -> DocumentError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minimind.errors import DataError
-from minimind.runtime.file_kinds import BZIP2, GZIP, XZ, ZSTD, kind_of_content
+from minimind.runtime.file_kinds import BZIP2, GZIP, LOOKED_AT, XZ, ZSTD, kind_of_content
 from minimind.runtime.installed import install_extra
 
 PACKINGS = (".gz", ".zst", ".xz", ".bz2")
@@ -75,19 +75,34 @@ class Unpacked(io.RawIOBase):
         self._packed = b""
         self._ready = memoryview(b"")
         self._promised = 0  # bytes given at the end of this stream, as its header says
+        self._damage: Damage | None = None  # behind what is ready
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer`; return the number of bytes, 0 at the end. Raise Damage."""
+        if not self.consumed:
+            self._begin()
         while not self._ready:
+            if self._damage:
+                raise self._damage
             if not self._refill():
                 return 0
         size = min(len(buffer), len(self._ready))
         buffer[:size] = self._ready[:size]
         self._ready = self._ready[size:]
         return size
+
+    def _begin(self) -> None:
+        """Have LOOKED_AT bytes ready, also of short streams: a peek shows them, as of any file."""
+        start = b""
+        try:
+            while len(start) < LOOKED_AT and self._refill():
+                start, self._ready = start + self._ready, memoryview(b"")
+        except Damage as damage:
+            self._damage = damage
+        self._ready = memoryview(start)
 
     def _refill(self) -> bool:
         """Unpack more bytes; return False at the end of the file."""
@@ -178,7 +193,9 @@ def _zstandard(path: Path) -> Any:
 
 def needs_extra(path: Path, package: str) -> DataError:
     """Message for a missing optional package."""
-    return DataError(f"{path}: is read with {package}; {install_extra('data')}")
+    return DataError(
+        f"{path}: needs the package {package}, which is not installed; run {install_extra('data')}"
+    )
 
 
 class _Plain(io.FileIO):

@@ -146,7 +146,7 @@ class SentencePieceTokenizer(Tokenizer):
             what = f"{kind}," if kind else "damaged, or"
             raise DataError(
                 f"{self.path}: is {what} not a SentencePiece model; restore it, or delete it and"
-                " leave out --tokenizer to learn one from the data"
+                " remove --tokenizer to train one from the data"
             ) from error
         self.vocab_size, self.unk_id = processor.vocab_size(), processor.unk_id()
         self.bos_id, self.eos_id = processor.bos_id(), processor.eos_id()

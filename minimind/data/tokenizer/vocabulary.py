@@ -132,9 +132,7 @@ def require_learnable(vocab_size: int, special: Sequence[str] = ()) -> None:
         )
     for at, name in enumerate(special):
         if error := name_error(name, special[:at]):
-            raise UsageError(
-                f"--special_tokens: {name!r} {error}; give another name, or leave it out"
-            )
+            raise UsageError(f"--special_tokens: {name!r} {error}; give another name, or remove it")
     limit = vocab_size - RESERVED_PIECES - SMALLEST_ALPHABET
     if len(special) > limit:
         raise UsageError(

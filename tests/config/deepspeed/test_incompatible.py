@@ -104,7 +104,7 @@ def test_float16_is_taken_on_a_gpu_from_stage_1(stage: int):
 def test_a_model_that_deepspeed_counts_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backend_choice, "compiler_fault", lambda *_: "")
     block = {"flops_profiler.enabled": True}
-    with pytest.raises(UsageError, match=r"flops_profiler.enabled .* drop compile"):
+    with pytest.raises(UsageError, match=r"flops_profiler.enabled .* remove --compile"):
         resolved("--compile on", block)
     assert resolved("--compile on", {"flops_profiler.enabled": False}).run.compile == "on"
     assert with_compile(resolved("", block, "cuda"), "cuda").run.compile == "off"
@@ -116,7 +116,7 @@ def test_a_model_whose_modules_have_hooks_of_stage_3_is_not_compiled(
 ):
     monkeypatch.setattr(backend_choice, "compiler_fault", lambda *_: "")
     with pytest.raises(
-        UsageError, match=r"stage is 3, .* compile = on \(--compile\) .* drop compile"
+        UsageError, match=r"stage is 3, .* compile = on \(--compile\) .* remove --compile"
     ):
         resolved("--compile on", {"zero_optimization.stage": 3})
     for stage in (0, 1, 2):

@@ -207,7 +207,7 @@ def test_the_name_of_a_field_of_deepspeeds_is_its_key(name: str):
     for both in ({field: value, key: value}, {key: value, field: value}):
         with pytest.raises(UsageError) as caught:
             resolved("", {"zero_optimization": {"stage": 3, **both}}, "cuda")
-        clause = f"{name} is another name of {key}, which is there too; remove one"
+        clause = f"{name} is another name of {key}, which is also there; remove one of them"
         assert str(caught.value) == f"ds.json: {clause}"
 
 

@@ -238,7 +238,7 @@ def test_a_copy_of_a_shipped_file_is_the_users_own(tmp_path: Path):
         read_setup(run, read_launch({})).resolve()
     assert str(caught.value).startswith(
         f'{copy}: optimizer.type is "AdamW" but --config strong says optimizer = muon; give'
-        f" --config a copy of {RECIPES / 'strong.yaml'} without optimizer, or take --deepspeed"
+        f" --config a copy of {RECIPES / 'strong.yaml'} without optimizer, or give --deepspeed"
     )
     block = json.loads(copy.read_text())["optimizer"]
     for type_name in ("Adam", "SGD", "Lion"):  # a type that was chosen

@@ -204,9 +204,9 @@ def test_a_file_is_read_as_deepspeed_reads_it(text: str, tmp_path: Path):
         ('{\n// a\n"a": 1,\n"b": "c}', "4:6: Unterminated string"),  # not the comment
         ("{\n'a': 1,\n'b': {\n}\n", "5:1: Bad key name (eof)"),
         ('{"a": 1, // one\n"b" 2}', "2:5: Expecting ':' delimiter"),
-        ("[1,]", "holds list, not a JSON object"),
+        ("[1,]", "is not a JSON object"),
         ("{a: 1, a: 2}", "a is written twice; remove one"),
-        ("<html>", "holds str, not a JSON object"),
+        ("<html>", "is not a JSON object"),
     ],
 )
 def test_a_file_that_deepspeed_cannot_read_is_refused_where_it_is_wrong(

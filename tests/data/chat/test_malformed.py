@@ -57,7 +57,7 @@ def test_every_malformed_file_is_refused_by_file_line_and_turn(
             encode_unit(work, unit)
         said = str(caught.value)
         assert said.startswith(f"{path}:{one.lines[0]} (byte "), f"{one.kind}: {said}"
-        assert said.endswith("; or skip bad documents with --on_bad_data skip"), said
+        assert said.endswith(", or skip bad documents with --on_bad_data skip"), said
         assert "\n" not in said
         turns = TURN.findall(said)
         assert turns == ([str(one.turn)] if one.turn else []), f"{one.kind}: {said}"

@@ -155,7 +155,7 @@ def test_a_bad_row_is_reported_with_its_row_and_turn(tokenizer: Any, tmp_path: P
         assert len(rejected) == len(BAD_ROWS)
     plan = make_plan([Source("data", (str(path),))], OPTIONS)
     with pytest.raises(
-        DataError, match=r":251 \(row 251\): .*; or skip bad documents with --on_bad"
+        DataError, match=r":251 \(row 251\): .*, or skip bad documents with --on_bad"
     ):
         encode_unit(Work(tmp_path, plan, tokenizer, is_strict=True), plan.units[0])
 

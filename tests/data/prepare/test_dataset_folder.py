@@ -190,7 +190,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     "no out": (["{text}"], "arguments are required: --out"),
     "no such file": (["nowhere.jsonl", "--out", "{out}"], "nowhere.jsonl: there is no such file"),
     "share": (["{text}", "--out", "{out}", "--shard", "3/3"], "'3/3' is not I/N with I from 0"),
-    "both": (["--out", "{out}", "--merge", "--shard", "0/3"], "--merge and --shard exclude"),
+    "both": (["--out", "{out}", "--merge", "--shard", "0/3"], "--merge and --shard cannot"),
     "merge of nothing": (["--out", "{out}", "--merge"], ".part: does not exist; run"),
     "source": (["--out", "{out}", "--source", "a.jsonl"], "is not NAME=PATH or NAME=PATH:WEIGHT"),
     "name": (["--out", "{out}", "--source", "a/b={text}"], "'a/b' is not a name; use letters"),
@@ -215,14 +215,14 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     ),
     "field": (["{text}", "--out", "{out}", "--text_field", "t\udcff"], r"'t\udcff' is not UTF-8"),
     "twice": (["{text}", "{text}", "--out", "{out}"], "is named twice; name it once"),
-    "merge and text": (["{text}", "--out", "{out}", "--merge"], "--merge and PATH exclude"),
+    "merge and text": (["{text}", "--out", "{out}", "--merge"], "--merge and PATH cannot"),
     "merge and policy": (
         ["--out", "{out}", "--merge", "--on_bad_data", "skip"],
-        "--merge and --on_bad_data exclude one another",
+        "--merge and --on_bad_data cannot be used together",
     ),
     "merge and tokenizer": (
         ["--out", "{out}", "--merge", "--tokenizer", "{tokenizer}"],
-        "--merge and --tokenizer exclude one another",
+        "--merge and --tokenizer cannot be used together",
     ),
     "two sizes": (
         ["{text}", "--out", "{out}", "--tokenizer", "{tokenizer}", "--vocab_size", "9999"],
@@ -255,7 +255,7 @@ MISUSE: dict[str, tuple[list[str], str]] = {
     ),
     "empty file": (
         ["{here}/none.jsonl", "--out", "{out}"],
-        "none.jsonl:1 (byte 0): is empty; fill it or leave it out; or skip bad documents",
+        "none.jsonl:1 (byte 0): is empty; fill it or leave it out, or skip bad documents",
     ),
     "fraction": (["{text}", "--out", "{out}", "--val_fraction", "1"], "1 must be at least 0 and"),
 }

@@ -150,9 +150,9 @@ def test_a_bad_document_of_a_task_is_named(tmp_path: Path):
     ("flags", "report"),
     [
         (["--ray", "my_text.jsonl"], "--ray my_text.jsonl: is not an address of a Ray cluster"),
-        (["--ray", "--shard", "0/2"], "--ray and --shard were both given"),
+        (["--ray", "--shard", "0/2"], "--ray and --shard cannot be used together"),
         (["--ray", "auto", "--processes", "2"], "--processes 2: --ray auto has the cores"),
-        (["--merge", "--ray"], "--merge and --ray exclude one another"),
+        (["--merge", "--ray"], "--merge and --ray cannot be used together"),
     ],
 )
 def test_flags_that_ray_does_not_take_are_refused(

@@ -90,6 +90,18 @@ def test_streams_behind_one_another_are_one_content(tmp_path):
         assert documents_of(put(tmp_path / name, content)) == ["one", "one"]
 
 
+@pytest.mark.parametrize("first", [1, 5, 30])
+def test_the_kind_of_a_file_is_known_behind_a_short_stream(tmp_path, first):
+    content = b"\xff\xfe{'text': 'a'}" + b"\0" * 40
+    (plain,) = read(put(tmp_path / "a.jsonl", content))
+    assert isinstance(plain, Rejection)
+    assert plain.what == "the file is UTF-16"
+    for name, one in (("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)):
+        (found,) = read(put(tmp_path / name, one(content[:first]) + one(content[first:])))
+        assert isinstance(found, Rejection)
+        assert found.what == plain.what
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_packed_file_that_is_cut_off_is_reported_at_the_line_where_it_ends(tmp_path, suffix):
     lines = b"".join(b'{"text": "%x"}\n' % (n**9 + 1) for n in range(20_000))

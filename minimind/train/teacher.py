@@ -1,0 +1,135 @@
+"""The teacher of a run, --teacher: read as --init_from is, and held beside the engine.
+
+Every rank has all of it. It is in no checkpoint: a resume reads it again from its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from minimind.architecture.hf_models import (
+    POSITIONS,
+    foreign_config,
+    is_bidirectional,
+    model_of,
+    require_separate_documents,
+)
+from minimind.checkpoint.retention import with_best
+from minimind.checkpoint.tensor_files import readable
+from minimind.config.checks import given
+from minimind.config.origin import Origin, Rank
+from minimind.config.run_config import RunConfig
+from minimind.data.tokenizer.load import Tokenizer
+from minimind.errors import UsageError
+from minimind.interop.foreign_config import ARCHITECTURES
+from minimind.interop.job import CONFIG, REPLACE
+from minimind.interop.weights import (
+    Weights,
+    find_tokenizer,
+    is_checkpoint,
+    load_transformers_weights,
+    load_weights_from,
+)
+from minimind.model.configuration import MiniMindConfig
+from minimind.model.distillation import Distillation
+from minimind.runtime import disk
+from minimind.runtime.checked_json import read_foreign_object
+from minimind.runtime.hub import local_model
+from minimind.train.text import Text
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A validated model, whose weights are read when they are first needed."""
+
+    place: str
+    weights: Weights
+
+    @classmethod
+    def of(cls, run: RunConfig) -> Teacher:
+        """Find the teacher of a run; raise CheckpointError or UsageError as --init_from does.
+
+        A directory of transformers whose architecture our decoder lacks is run by transformers.
+        """
+        place = run.teacher or ""
+        path = with_best(local_model(place))
+        is_described = not is_checkpoint(path) and disk.is_file(path / CONFIG)
+        values = read_foreign_object(path / CONFIG) if is_described else {}
+        if not is_described or values.get("model_type") in ARCHITECTURES:
+            return cls(place, load_weights_from(place))
+        with readable(path / CONFIG, REPLACE):
+            weights = load_transformers_weights(place, foreign_config(values))
+        return cls(place, replace(weights, tokenizer=find_tokenizer(path)))
+
+    def sized(self, run: RunConfig) -> RunConfig:
+        """Return the run with the number of the teacher's weights."""
+        with torch.device("meta"):
+            model = model_of(self.weights.config)
+        return replace(run, teacher_weights=sum(p.numel() for p in model.parameters()))
+
+    def with_tokenizer(self, run: RunConfig, text: Text) -> RunConfig:
+        """Return the run with the teacher's tokenizer, where nothing else decides it."""
+        decided = run.tokenizer, run.init_from, run.hugging_face, text.folder
+        if any(decided) or self.weights.tokenizer is None:
+            return run
+        path = self.weights.load_tokenizer().path
+        return run.with_values(Origin(f"--teacher {self.place}", Rank.DATA), tokenizer=str(path))
+
+    def require_fit(self, run: RunConfig, tokenizer: Tokenizer) -> None:
+        """Raise UsageError for rows that are too long for it, or a tokenizer that it lacks."""
+        length, by = getattr(self.weights.config, POSITIONS), given(run, "teacher")
+        if length < run.max_seq_len:
+            raise UsageError(
+                f"{by} has {length} positions, fewer than the rows of"
+                f" {given(run, 'max_seq_len')}; lower max_seq_len, or name another teacher"
+            )
+        rows, own = self.weights.config.vocab_size, self.weights.tokenizer
+        is_same = tokenizer.vocab_size == rows  # of a file of weights, which is all that it shows
+        if own is not None:
+            is_same = tokenizer.fingerprint == self.weights.load_tokenizer().fingerprint
+        if not is_same:
+            raise UsageError(
+                f"{by} has {'no' if own is None else 'another'} tokenizer and {rows} rows in its"
+                f" embedding, and the run has {tokenizer.path} of {tokenizer.vocab_size} ids; give"
+                " a teacher with the same tokenizer, or its tokenizer as --tokenizer"
+            )
+
+    @cached_property
+    def model(self) -> Any:
+        """The model with its weights, fp32 on the CPU."""
+        model = model_of(self.weights.config)
+        self.weights.fill(model)
+        self.weights.release()
+        return model.eval().requires_grad_(False)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of its weights, whatever their place and format."""
+        digest = sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def distillation(self, run: RunConfig, eos_id: int) -> Distillation:
+        """The loss of the run, with the model in fp32 on the CPU."""
+        weight, temperature = run.distill_weight, run.distill_temperature
+        name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {self.digest[:8]}"
+        if temperature != 1:
+            name += f" at temperature {temperature:g}"
+        if isinstance(self.weights.config, MiniMindConfig):
+            self.model.config.doc_mask = False  # the arguments of the model say where they start
+        elif is_bidirectional(self.model):
+            raise UsageError(
+                f"{given(run, 'teacher')}: {type(self.model).__name__} attends to later tokens;"
+                " name a causal language model"
+            )
+        elif run.doc_mask:
+            require_separate_documents(self.model)
+        by_eos = run.doc_mask and run.task == "pretrain"
+        return Distillation(self.model, name, weight, temperature, eos_id if by_eos else None)
