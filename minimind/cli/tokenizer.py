@@ -109,14 +109,10 @@ class Extend(OfText, OfPlace, Output):
     val_fraction: float = shared("val_fraction")
     """fraction of documents that a run holds out; nothing is learnt from them"""
 
-    def require_combined(self) -> None:
-        """Raise UsageError also without pieces to add."""
-        super().require_combined()
-        if self.learn is None and self.tokens is None:
-            raise UsageError("nothing is added; give --learn N and --data_path, or --tokens FILE")
-
     def execute(self) -> None:
         """Write the model with more pieces; print the tokens of a text before and after."""
+        if self.learn is None and self.tokens is None:
+            raise UsageError("nothing is added; give --learn N and --data_path, or --tokens FILE")
         if fault := no_run(self.checkpoint, self.typed):
             raise CheckpointError(fault)
         from minimind.interop.export import output  # imports torch
@@ -202,40 +198,40 @@ def _train(args: Train, cache: ObjectCache) -> None:
 def _extend(args: Extend, weights: Weights) -> str:
     from minimind.data.prepare.remote import local_text
     from minimind.data.text.sample import sample
-    from minimind.data.tokenizer.add_pieces import count_words, require_addable, with_pieces
+    from minimind.data.tokenizer.add_pieces import count_words, with_pieces
     from minimind.data.tokenizer.statistics import measure
     from minimind.inference.prompts import read_text
     from minimind.interop.export import OURS, TRANSFORMERS, export
     from minimind.interop.weights import grow_vocabulary
 
-    before, rows = weights.load_tokenizer(), weights.config.vocab_size
-    words: dict[str, int] = {}
-    if args.tokens:
-        tokens = read_text(args.tokens, "--tokens").split("\n")
-        require_addable(before, tokens, args.tokens)
-        words = dict.fromkeys(tokens, 1)
-    reading = args.reading(str(before.path))
-    reader = Reader(args.val_fraction, reading, args.on_bad_data == "skip")
+    before = weights.load_tokenizer()
+    reader = Reader(args.val_fraction, args.reading(str(before.path)), args.on_bad_data == "skip")
     with open_cache(args.cache_dir, args.max_cache_gib) as cache:
         texts = sample(reader.training_texts(local_text(args.data_path or (), cache)), SAMPLE_BYTES)
+    if args.tokens:
+        lines = read_text(args.tokens, "--tokens").split("\n")
+        words = dict.fromkeys(filter(None, lines), 1)
+    else:
+        words = count_words(texts)
     with TemporaryDirectory() as folder:
-        learnt = words or count_words(texts)
-        after, joined = with_pieces(before, learnt, Path(folder), args.learn)
+        after, joined = with_pieces(before, words, Path(folder), args.learn)
         weights.set_special_ids(after)
-        grown = grow_vocabulary(weights, max(rows, after.vocab_size), joined)
+        grown = grow_vocabulary(weights, after.vocab_size, joined)
         form = OURS if grown.config.model_type == OURS else TRANSFORMERS
         written = export(grown, after, args.out, form, force=args.force, author=EXTEND)
-        texts = reader.held_out or texts
-        old, new = (measure(one, texts) for one in (before, after))
-    lines = [
-        written.summary(f"as {form} in float32", weights.path, args.out),
-        f"vocabulary {before.vocab_size:,} -> {after.vocab_size:,}, embedding {rows:,} ->"
-        f" {grown.config.vocab_size:,} rows: a new row is the mean of those that it joins",
-        f"{old.tokens:,} -> {new.tokens:,} tokens, {old.bytes_per_token:.3f} ->"
-        f" {new.bytes_per_token:.3f} bytes per token on {new.bytes:,} bytes of"
-        f" {'held-out' if reader.held_out else 'that'} text",
-    ]
-    return "\n".join(lines if texts else lines[:2])
+        shown = [
+            written.summary(f"as {form} in float32", weights.path, args.out),
+            f"vocabulary {before.vocab_size:,} -> {after.vocab_size:,}, embedding"
+            f" {weights.config.vocab_size:,} -> {grown.config.vocab_size:,} rows",
+        ]
+        if measured := reader.held_out or texts:
+            old, new = (measure(one, measured) for one in (before, after))
+            shown.append(
+                f"{old.tokens:,} -> {new.tokens:,} tokens, {old.bytes_per_token:.3f} ->"
+                f" {new.bytes_per_token:.3f} bytes per token on {new.bytes:,} bytes of"
+                f" {'held-out' if reader.held_out else 'that'} text"
+            )
+    return "\n".join(shown)
 
 
 class Reader:

@@ -385,12 +385,12 @@ def grow_vocabulary(
     the rows of the old ids that it has in `joined`. Raise UsageError for a model whose other
     tensors depend on the size of its vocabulary.
     """
-    config = deepcopy(weights.config)
-    rows, source = config.vocab_size, weights.tensors
-    config.vocab_size = most = max(vocab_size, rows + 1)  # to see which tensors have other shapes
+    config, source = deepcopy(weights.config), weights.tensors
+    rows = config.vocab_size
+    most = config.vocab_size = max(vocab_size, rows + 1)  # shows which tensors have a row per id
     with torch.device("meta"):
         state = model_of(config).state_dict()
-    config.vocab_size = vocab_size
+    config.vocab_size = vocab_size = max(vocab_size, rows)
     grown = {name for name in source.shapes if [*state[name].shape] != source.shapes[name]}
     for name in sorted(grown):
         old, new = source.shapes[name], [*state[name].shape]

@@ -177,14 +177,14 @@ def test_a_list_takes_the_pieces_that_merges_need(places: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["--tokens", "LIST"], 3, ["list.txt:2: 'café' is listed twice"]),
+        (["--tokens", "LIST"], 3, ["'<unk>' cannot be one token"]),
         (["--tokens", "NONE"], 3, ["--tokens", "No such file"]),
         (["--tokens", "BYTES"], 3, ["bytes.txt: not UTF-8 at byte 1"]),
         (["--learn", 9999, "--data_path", "TEXT"], 3, ["--learn 9999 is more than the"]),
     ],
 )
 def test_a_refusal_writes_nothing(words, status, said, places: Path, tmp_path: Path, capsys):
-    (tmp_path / "list.txt").write_text("café\ncafé\n", encoding="utf-8")
+    (tmp_path / "list.txt").write_text("café\n\n<unk>\n", encoding="utf-8")
     (tmp_path / "bytes.txt").write_bytes(b"a\xff")
     named = {"LIST": tmp_path / "list.txt", "NONE": tmp_path / "none.txt"}
     named |= {"BYTES": tmp_path / "bytes.txt", "TEXT": places / "text.jsonl"}

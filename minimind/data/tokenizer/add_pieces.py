@@ -6,9 +6,8 @@ They are merged after all others. So a text is divided as before, and then some 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,9 @@ from tokenizers import models, pre_tokenizers, trainers
 from minimind.data.tokenizer.add_special import write_extended
 from minimind.data.tokenizer.base import Tokenizer
 from minimind.data.tokenizer.hf_tokenizer import HuggingFaceTokenizer
-from minimind.data.tokenizer.lossless import lost_bytes
-from minimind.data.tokenizer.vocabulary import (
-    BUILT_IN,
-    BYTE_NAMES,
-    FILLER_PREFIX,
-    JSON_NAME,
-    MODEL_NAME,
-    dump_json,
-)
+from minimind.data.tokenizer.vocabulary import BYTE_NAMES, JSON_NAME, MODEL_NAME, dump_json
 from minimind.errors import DataError
 
-LONGEST_TOKEN = 128  # characters; each may need a piece
-LIKE_SPECIAL = re.compile(rf"<\|.*\|>|{FILLER_PREFIX}.*")
 # Runs of letters, and of signs, with the space before them; pieces of other vocabularies are such.
 WORDS = tokenizers.Regex(r" ?[\p{L}\p{M}]+| ?[^\s\p{L}\p{M}\p{N}]+")
 ANCHOR = "\n"  # stands before a word, for some tokenizers put a space before a text
@@ -44,27 +33,6 @@ def count_words(texts: Iterable[str]) -> Counter[str]:
     """How often the texts have each word, which pieces do not cross."""
     splitter = pre_tokenizers.Split(WORDS, "removed", invert=True)
     return Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(text))
-
-
-def require_addable(tokenizer: Tokenizer, tokens: Sequence[str], origin: str) -> None:
-    """Raise DataError for a token, a line of the file `origin`, that cannot be added."""
-    special, seen = {*BUILT_IN, *BYTE_NAMES, *tokenizer.special_tokens()}, set[str]()
-    for line, token in enumerate(tokens, 1):
-        (ids,) = _ids(tokenizer, [token[: LONGEST_TOKEN + 1]])
-        back = tokenizer.decode(ids)
-        faults = {
-            "is empty": not token,
-            "is listed twice": token in seen,
-            f"has more than {LONGEST_TOKEN} characters": len(token) > LONGEST_TOKEN,
-            "looks like a special token": token in special or LIKE_SPECIAL.fullmatch(token),
-            f"comes back from the tokenizer as {back!r}": tokenizer.unk_id in ids
-            or lost_bytes(token, back) > 0,
-            "is one token already": len(ids) == 1,
-        }
-        if fault := next((fault for fault, is_so in faults.items() if is_so), None):
-            shown = token[:LONGEST_TOKEN]
-            raise DataError(f"{origin}:{line}: {shown!r} {fault}; take it out, or correct it")
-        seen.add(token)
 
 
 def with_pieces(
@@ -111,10 +79,12 @@ def with_pieces(
         files[MODEL_NAME] = proto.SerializeToString(deterministic=True)
     extended = write_extended(tokenizer, files, directory, "pieces", len(joined))
     listed = [*words] if count is None else []
-    if apart := [w for w, ids in zip(listed, _ids(extended, listed), strict=True) if len(ids) > 1]:
+    for token, ids in zip(listed, _ids(extended, listed), strict=True):
+        if len(ids) == 1 and extended.decode(ids).strip(" ") == token.strip(" "):
+            continue
         raise DataError(
-            f"{apart[0]!r} cannot be one token, as {tokenizer.path} divides it before it merges;"
-            " take it out"
+            f"{token!r} cannot be one token: {tokenizer.path} loses a part of it, or divides it"
+            " before it merges; take it out"
         )
     return extended, dict(enumerate(joined.values(), first))
 
@@ -128,13 +98,15 @@ def _learnt(
     which it merges before all with them: of pairs as frequent it takes that of the lowest letters.
     """
     ids = zip(words, _ids(tokenizer, [*words]), strict=True)
-    units = {word: _symbols(tokenizer, own) for word, own in ids if tokenizer.unk_id not in own}
+    units = {word: [*_symbols(tokenizer, i)] for word, i in ids if tokenizer.unk_id not in i}
     symbols = {one for unit in units.values() for one in unit}
     spelt = sorted(one for one in symbols if tokenizer.piece_id(one[0]) is None)
-    parts = [*spelt, *[("", ())] * len(spelt), *sorted(symbols - {*spelt})]
-    made: dict[str, Symbol] = {chr(FIRST_LETTER + at): one for at, one in enumerate(parts)}
-    letters = {one: letter for letter, one in made.items()}
-    letters |= {one: letters[one] + chr(ord(letters[one]) + len(spelt)) for one in spelt}
+    made: dict[str, Symbol] = {}
+    letters: dict[Symbol, str] = {}
+    for at, one in enumerate([*spelt, *sorted(symbols - {*spelt})]):
+        first, second = chr(FIRST_LETTER + 2 * at), chr(FIRST_LETTER + 2 * at + 1)
+        made |= {first: one, second: ("", ())}
+        letters[one] = first + second if at < len(spelt) else first
     texts: Counter[str] = Counter()
     for word, unit in units.items():
         texts["".join(letters[one] for one in unit)] += words[word]
@@ -144,17 +116,17 @@ def _learnt(
     trainer = trainers.BpeTrainer(show_progress=False, **options)
     library.train_from_iterator(texts.elements(), trainer)
     joined: dict[str, tuple[int, ...]] = {}
-    merges: dict[tuple[str, str], None] = {}
+    merges: list[tuple[str, str]] = []
     for left, right in json.loads(library.to_str())["model"]["merges"]:
         if len(joined) == count:
             break
         (name, ids), (rest, others) = made[left], made[right]
         made[left + right] = (name + rest, ids + others)
         if rest:  # else the two letters of a character, which takes no merge
-            merges[name, rest] = None
+            merges.append((name, rest))
         if tokenizer.piece_id(name + rest) is None:
             joined.setdefault(name + rest, ids + others)
-    return joined, [*merges]
+    return joined, merges
 
 
 def _ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
@@ -167,17 +139,14 @@ def _ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
     ]
 
 
-def _symbols(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[Symbol, ...]:
+def _symbols(tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[Symbol]:
     """The pieces of a word with these ids, and the characters that it spells in bytes."""
-    symbols: list[Symbol] = []
-    spelt: list[tuple[int, int]] = []  # ids and bytes of a character
+    own, spelt = (), b""
     for i in ids:
-        name = tokenizer.piece_name(i) or ""
-        if name not in BYTE_NAMES:
-            symbols.append((name, (i,)))
-            continue
-        spelt.append((i, BYTE_NAMES.index(name)))
-        if character := bytes(byte for _, byte in spelt).decode(errors="ignore"):
-            symbols.append((character, tuple(one for one, _ in spelt)))
-            spelt = []
-    return (*symbols,)
+        own, name = (*own, i), tokenizer.piece_name(i) or ""
+        if name in BYTE_NAMES:
+            spelt += bytes([BYTE_NAMES.index(name)])
+            name = spelt.decode(errors="ignore")
+        if name:
+            yield name, own
+            own, spelt = (), b""
