@@ -41,7 +41,7 @@ def with_pieces(
     """Return the tokenizer with new pieces, in `directory`, and by id the old ids that each joins.
 
     They are the `count` pieces that are learnt from words by number of times, or without it all
-    that join each word to one. Raise DataError if there are fewer, or a word is not joined.
+    that join each word to one. Raise DataError if there are fewer, or none, or a word is not joined.
     """
     files, first = tokenizer.files(), tokenizer.vocab_size
     values = json.loads(files.get(JSON_NAME, b"{}"))
@@ -58,11 +58,11 @@ def with_pieces(
             " model with such a tokenizer"
         )
     joined, merges = _learnt(tokenizer, words, count)
-    if count is not None and len(joined) < count:
-        raise DataError(
-            f"--learn {count} is more than the {len(joined)} pieces that the text has twice; lower"
-            " it, or give more text"
-        )
+    if len(joined) < (count or 1):
+        asked, remedy = "--tokens", "list tokens that are no pieces"
+        if count:
+            asked, remedy = f"--learn {count}", "lower it, or give more text"
+        raise DataError(f"{asked}: only {len(joined)} new pieces are found; {remedy}")
     if isinstance(tokenizer, HuggingFaceTokenizer):
         files.pop(MODEL_NAME, None)  # it would lack them
         # The library numbers added tokens from the size of the vocabulary on, unless it has them.

@@ -188,10 +188,10 @@ def test_a_token_that_sentencepiece_cannot_make_is_refused(token, tmp_path):
         with_pieces(before, {"zebra": 1, token: 1}, tmp_path / "new")
 
 
-def test_a_token_that_is_a_piece_already_adds_none(given, tmp_path):
-    after, joined = with_pieces(given, {"a": 1}, tmp_path)
-    assert joined == {}
-    assert after.pieces() == given.pieces()
+@pytest.mark.parametrize("words", [{}, {"a": 1}])
+def test_a_list_without_a_new_piece_is_refused(words, given, tmp_path):
+    with pytest.raises(DataError, match="--tokens: only 0 new pieces are found"):
+        with_pieces(given, words, tmp_path)
 
 
 def test_a_token_that_the_tokenizer_loses_a_part_of_is_refused(tmp_path):
@@ -224,7 +224,7 @@ def test_other_types_are_refused_by_name(tmp_path):
 
 
 def test_more_pieces_than_the_text_has_are_refused(given, tmp_path):
-    with pytest.raises(DataError, match=r"--learn 9 is more than the \d pieces .*; lower it"):
+    with pytest.raises(DataError, match=r"--learn 9: only \d new pieces are found; lower it"):
         with_pieces(given, count_words(["qzx qzx"]), tmp_path / "new", 9)
 
 
