@@ -103,7 +103,7 @@ class Extend(OfText, OfPlace, Output):
     learn: int | None = argument(
         None, ge=1, needs="data_path", excludes={"tokens": "both say which pieces to add"}
     )
-    """number of pieces to learn, which save the most tokens of --data_path"""
+    """number of pieces to learn, each of the pair of pieces that --data_path has most often"""
     tokens: str | None = argument(None, parse=non_empty, metavar="FILE")
     """tokens to add, one a line, each as it stands in a text: with the space before a word"""
     val_fraction: float = shared("val_fraction")
@@ -208,11 +208,8 @@ def _extend(args: Extend, weights: Weights) -> str:
     reader = Reader(args.val_fraction, args.reading(str(before.path)), args.on_bad_data == "skip")
     with open_cache(args.cache_dir, args.max_cache_gib) as cache:
         texts = sample(reader.training_texts(local_text(args.data_path or (), cache)), SAMPLE_BYTES)
-    if args.tokens:
-        lines = read_text(args.tokens, "--tokens").split("\n")
-        words = dict.fromkeys(filter(None, lines), 1)
-    else:
-        words = count_words(texts)
+    listed = read_text(args.tokens, "--tokens").split("\n") if args.tokens else ()
+    words = dict.fromkeys(filter(None, listed), 1) if args.tokens else count_words(texts)
     with TemporaryDirectory() as folder:
         after, joined = with_pieces(before, words, Path(folder), args.learn)
         weights.set_special_ids(after)

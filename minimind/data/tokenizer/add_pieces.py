@@ -41,7 +41,8 @@ def with_pieces(
     """Return the tokenizer with new pieces, in `directory`, and by id the old ids that each joins.
 
     They are the `count` pieces that are learnt from words by number of times, or without it all
-    that join each word to one. Raise DataError if there are fewer, or none, or a word is not joined.
+    that join each word to one. Raise DataError if there are fewer, or none, or a word is not
+    joined.
     """
     files, first = tokenizer.files(), tokenizer.vocab_size
     values = json.loads(files.get(JSON_NAME, b"{}"))
@@ -59,10 +60,10 @@ def with_pieces(
         )
     joined, merges = _learnt(tokenizer, words, count)
     if len(joined) < (count or 1):
-        asked, remedy = "--tokens", "list tokens that are no pieces"
-        if count:
-            asked, remedy = f"--learn {count}", "lower it, or give more text"
-        raise DataError(f"{asked}: only {len(joined)} new pieces are found; {remedy}")
+        asked = f"--learn {count}" if count else "--tokens"
+        raise DataError(
+            f"{asked}: only {len(joined)} new pieces are found; ask for fewer, or give other text"
+        )
     if isinstance(tokenizer, HuggingFaceTokenizer):
         files.pop(MODEL_NAME, None)  # it would lack them
         # The library numbers added tokens from the size of the vocabulary on, unless it has them.
@@ -107,14 +108,13 @@ def _learnt(
         first, second = chr(FIRST_LETTER + 2 * at), chr(FIRST_LETTER + 2 * at + 1)
         made |= {first: one, second: ("", ())}
         letters[one] = first + second if at < len(spelt) else first
-    texts: Counter[str] = Counter()
-    for word, unit in units.items():
-        texts["".join(letters[one] for one in unit)] += words[word]
-    most, fewest = (sum(map(len, texts)), 1) if count is None else (2 * count, 2)
+    texts = {word: "".join(letters[one] for one in unit) for word, unit in units.items()}
+    most, fewest = (sum(map(len, texts.values())), 1) if count is None else (2 * count, 2)
     options: dict[str, Any] = {"vocab_size": len(made) + most, "min_frequency": fewest}
     library = tokenizers.Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(show_progress=False, **options)
-    library.train_from_iterator(texts.elements(), trainer)
+    repeated = (text for word, text in texts.items() for _ in range(words[word]))
+    library.train_from_iterator(repeated, trainer)
     joined: dict[str, tuple[int, ...]] = {}
     merges: list[tuple[str, str]] = []
     for left, right in json.loads(library.to_str())["model"]["merges"]:

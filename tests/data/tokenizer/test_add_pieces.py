@@ -224,7 +224,7 @@ def test_other_types_are_refused_by_name(tmp_path):
 
 
 def test_more_pieces_than_the_text_has_are_refused(given, tmp_path):
-    with pytest.raises(DataError, match=r"--learn 9: only \d new pieces are found; lower it"):
+    with pytest.raises(DataError, match=r"--learn 9: only \d new pieces are found"):
         with_pieces(given, count_words(["qzx qzx"]), tmp_path / "new", 9)
 
 
