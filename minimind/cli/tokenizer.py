@@ -6,21 +6,38 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from minimind.cli.command import Cached, Group, Output, argument, count_of_bytes, shared, utf8
-from minimind.errors import DataError, Interrupted, UsageError
+from minimind.cli.command import (
+    PLACE,
+    Cached,
+    Group,
+    OfPlace,
+    Output,
+    argument,
+    count_of_bytes,
+    non_empty,
+    shared,
+    utf8,
+)
+from minimind.config.names import no_run
+from minimind.errors import CheckpointError, DataError, Interrupted, UsageError
 from minimind.runtime import disk
 from minimind.runtime.durable_files import mebibytes
 from minimind.runtime.object_cache import ObjectCache, open_cache
 
 if TYPE_CHECKING:
     from minimind.data.text.documents import ReadOptions, Rejection
+    from minimind.interop.weights import Weights
 
 HELD_OUT_BYTES = 2**22
 SMALLEST_SAMPLE = 2**16
+SAMPLE_BYTES = 2**24  # of text that pieces are learnt from
+EXTEND = "tokenizer extend"
 TRAIN = "minimind tokenizer train my_text.jsonl --out out/tokenizer"
 
 
@@ -74,6 +91,35 @@ class Train(OfText, Output):
             raise Interrupted(
                 f"stopped; {self.out} is unchanged, and the same command starts again"
             ) from stop
+
+
+@dataclass(kw_only=True)
+class Extend(OfText, OfPlace, Output):
+    """Add pieces to a model's tokenizer, and rows for them to its embedding and head."""
+
+    example = "minimind tokenizer extend out/mine --learn 500 --data_path new.jsonl --out out/grown"
+    place: Any = argument(None, **PLACE)
+    """a run's out_dir, a step_ directory, or a directory of weights"""
+    learn: int | None = argument(
+        None, ge=1, needs="data_path", excludes={"tokens": "both say which pieces to add"}
+    )
+    """number of pieces to learn, each of the pair of pieces that --data_path has most often"""
+    tokens: str | None = argument(None, parse=non_empty, metavar="FILE")
+    """tokens to add, one a line, each as it stands in a text: with the space before a word"""
+    val_fraction: float = shared("val_fraction")
+    """fraction of documents that a run holds out; nothing is learnt from them"""
+
+    def execute(self) -> None:
+        """Write the model with more pieces; print the tokens of a text before and after."""
+        if self.learn is None and self.tokens is None:
+            raise UsageError("nothing is added; give --learn N and --data_path, or --tokens FILE")
+        if fault := no_run(self.checkpoint, self.typed):
+            raise CheckpointError(fault)
+        from minimind.interop.export import output  # imports torch
+        from minimind.interop.weights import read_weights
+
+        output(self.out, self.force, EXTEND).require_free()
+        print(read_weights(self.checkpoint, partial(_extend, self)))
 
 
 @dataclass(kw_only=True)
@@ -147,6 +193,42 @@ def _train(args: Train, cache: ObjectCache) -> None:
     size = mebibytes(measured.bytes)
     print(f"{measured.bytes_per_token:.3f} bytes per token on {size} of {label}")
     print(f"{time.perf_counter() - started:.1f} seconds")
+
+
+def _extend(args: Extend, weights: Weights) -> str:
+    from minimind.data.prepare.remote import local_text
+    from minimind.data.text.sample import sample
+    from minimind.data.tokenizer.add_pieces import count_words, with_pieces
+    from minimind.data.tokenizer.statistics import measure
+    from minimind.inference.prompts import read_text
+    from minimind.interop.export import OURS, TRANSFORMERS, export
+    from minimind.interop.weights import grow_vocabulary
+
+    before = weights.load_tokenizer()
+    reader = Reader(args.val_fraction, args.reading(str(before.path)), args.on_bad_data == "skip")
+    with open_cache(args.cache_dir, args.max_cache_gib) as cache:
+        texts = sample(reader.training_texts(local_text(args.data_path or (), cache)), SAMPLE_BYTES)
+    listed = read_text(args.tokens, "--tokens").split("\n") if args.tokens else ()
+    words = dict.fromkeys(filter(None, listed), 1) if args.tokens else count_words(texts)
+    with TemporaryDirectory() as folder:
+        after, joined = with_pieces(before, words, Path(folder), args.learn)
+        weights.set_special_ids(after)
+        grown = grow_vocabulary(weights, after.vocab_size, joined)
+        form = OURS if grown.config.model_type == OURS else TRANSFORMERS
+        written = export(grown, after, args.out, form, force=args.force, author=EXTEND)
+        shown = [
+            written.summary(f"as {form} in float32", weights.path, args.out),
+            f"vocabulary {before.vocab_size:,} -> {after.vocab_size:,}, embedding"
+            f" {weights.config.vocab_size:,} -> {grown.config.vocab_size:,} rows",
+        ]
+        if measured := reader.held_out or texts:
+            old, new = (measure(one, measured) for one in (before, after))
+            shown.append(
+                f"{old.tokens:,} -> {new.tokens:,} tokens, {old.bytes_per_token:.3f} ->"
+                f" {new.bytes_per_token:.3f} bytes per token on {new.bytes:,} bytes of"
+                f" {'held-out' if reader.held_out else 'that'} text"
+            )
+    return "\n".join(shown)
 
 
 class Reader:
@@ -243,7 +325,7 @@ def _inspect(args: Inspect, cache: ObjectCache) -> None:
 
 
 TOKENIZER = Group(
-    "Train a tokenizer on your own text, or inspect one. No GPU is needed.",
+    "Train a tokenizer on your own text, extend a model's, or inspect one. No GPU is needed.",
     TRAIN,
-    {"train": Train, "inspect": Inspect},
+    {"train": Train, "extend": Extend, "inspect": Inspect},
 )

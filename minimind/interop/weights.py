@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -376,25 +376,28 @@ def _matched(
     return Weights(kind, path, config, tensors, find_tokenizer(path))
 
 
-def grow_vocabulary(weights: Weights, vocab_size: int) -> Weights:
+def grow_vocabulary(
+    weights: Weights, vocab_size: int, joined: Mapping[int, Sequence[int]] | None = None
+) -> Weights:
     """Return the weights with `vocab_size` rows in each tensor that has a row per id.
 
-    These are read as float32: the rows of the file, then their mean. Raise UsageError for a model
-    whose other tensors depend on the size of its vocabulary.
+    These are read as float32: the rows of the file, then their mean, or for a new id the mean of
+    the rows of the old ids that it has in `joined`. Raise UsageError for a model whose other
+    tensors depend on the size of its vocabulary.
     """
-    config = deepcopy(weights.config)
-    rows, config.vocab_size = config.vocab_size, vocab_size
+    config, source = deepcopy(weights.config), weights.tensors
+    rows = config.vocab_size
+    most = config.vocab_size = max(vocab_size, rows + 1)  # shows which tensors have a row per id
     with torch.device("meta"):
         state = model_of(config).state_dict()
-    source = weights.tensors
-    shapes = {name: list(state[name].shape) for name in source.shapes}
-    grown = {name for name, shape in shapes.items() if shape != source.shapes[name]}
+    config.vocab_size = vocab_size = max(vocab_size, rows)
+    grown = {name for name in source.shapes if [*state[name].shape] != source.shapes[name]}
     for name in sorted(grown):
-        old, new = source.shapes[name], shapes[name]
-        if old != [rows, *old[1:]] or new != [vocab_size, *old[1:]]:
+        old, new = source.shapes[name], [*state[name].shape]
+        if old != [rows, *old[1:]] or new != [most, *old[1:]]:
             raise UsageError(
                 f"{weights.path}: {source.file_names.get(name, name)} of shape {old} would be of"
-                f" shape {new} with {vocab_size} ids; give a model with rows for them"
+                f" shape {new} with {most} ids; give a model with rows for them"
             )
 
     def read(name: str) -> Tensor:
@@ -403,8 +406,12 @@ def grow_vocabulary(weights: Weights, vocab_size: int) -> Weights:
             return value
         value = value.float()
         mean = value.mean(0, keepdim=True)
-        return torch.cat([value, mean.expand(vocab_size - len(value), *mean.shape[1:])])
+        larger = torch.cat([value, mean.expand(vocab_size - len(value), *mean.shape[1:])])
+        for row, ids in (joined or {}).items():
+            larger[row] = value[[*ids]].mean(0)
+        return larger
 
+    shapes = {**source.shapes, **{n: [vocab_size, *source.shapes[n][1:]] for n in grown}}
     dtypes = {**source.dtypes, **dict.fromkeys(grown, torch.float32)}
     return replace(
         weights, config=config, tensors=replace(source, shapes=shapes, dtypes=dtypes, read=read)

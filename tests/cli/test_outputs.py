@@ -34,6 +34,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "consolidate": ("checkpoint consolidate RUN --out OUT", "--force"),
     "average": ("checkpoint average RUN ONE --out OUT", "--force"),
     "tokenizer train": ("tokenizer train TEXT --vocab_size 600 --out OUT", "--force"),
+    "tokenizer extend": ("tokenizer extend RUN --learn 20 --data_path TEXT --out OUT", "--force"),
     "sweep": ("sweep SWEEP --out_dir OUT", ""),
     "scaling, run": ("scaling run LADDER --out_dir OUT", ""),
     "tune": ("tune --data_path TEXT --out_dir OUT", ""),
@@ -55,6 +56,7 @@ OWN = {
     ("export, minimind", "export"),
     ("import", "export"),
     ("tokenizer train", "tokenizer"),
+    ("tokenizer extend", "export"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
@@ -52,15 +52,32 @@ def with_special_tokens(tokenizer: Tokenizer, names: Sequence[str], directory: P
             proto.pieces.add(piece=name, score=0.0, type=ModelProto.SentencePiece.CONTROL)
         proto.trainer_spec.vocab_size = len(proto.pieces)
         files[MODEL_NAME] = proto.SerializeToString(deterministic=True)
+    return write_extended(tokenizer, files, directory, "special tokens", len(added), added)
+
+
+def write_extended(
+    tokenizer: Tokenizer,
+    files: Mapping[str, bytes],
+    directory: Path,
+    what: str,
+    count: int,
+    special: Sequence[str] = (),
+) -> Tokenizer:
+    """Write and load `files`, which add `count` ids to the tokenizer, `special` first.
+
+    Raise DataError if another id has changed, or a text would give a special token.
+    """
     write_tokenizer(directory, files)
-    extended = load_tokenizer(directory)
-    special = tokenizer.special_tokens() | {name: first + at for at, name in enumerate(added)}
+    extended, first = load_tokenizer(directory), tokenizer.vocab_size
+    named = tokenizer.special_tokens() | {name: first + at for at, name in enumerate(special)}
     roles = [(t.bos_id, t.eos_id, t.pad_id) for t in (tokenizer, extended)]
-    is_appended = extended.special_tokens() == special and roles[0] == roles[1]
-    if not is_appended or extended.vocab_size != first + len(added):  # the file skips ids
+    is_appended = extended.special_tokens() == named and roles[0] == roles[1]
+    is_appended &= extended.pieces()[:first] == tokenizer.pieces()
+    written = {i for name in named for i in extended.encode(name)} - {tokenizer.unk_id}
+    if not is_appended or extended.vocab_size != first + count or written & {*named.values()}:
         raise DataError(
-            f"{tokenizer.path}: special tokens cannot be added, for other ids would change or be"
-            " skipped; give another tokenizer"
+            f"{tokenizer.path}: {what} cannot be added, for other ids would change or be skipped;"
+            " give another tokenizer"
         )
     return extended
 

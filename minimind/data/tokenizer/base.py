@@ -46,6 +46,10 @@ class Tokenizer(ABC):
         """Decode ids; special tokens are skipped, invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
+    def piece_name(self, i: int) -> str | None:
+        """Name of the piece with this id; None if there is none."""
+
+    @abstractmethod
     def pieces(self) -> list[Piece]:
         """What each id stands for."""
 

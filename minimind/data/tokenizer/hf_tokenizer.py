@@ -245,7 +245,6 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(name)
 
     def piece_name(self, i: int) -> str | None:
-        """Name of the piece with this id; None if there is none."""
         return self._tokenizer.id_to_token(i)
 
     def pieces(self) -> list[Piece]:

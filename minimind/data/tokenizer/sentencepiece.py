@@ -199,6 +199,9 @@ class SentencePieceTokenizer(Tokenizer):
         i = self._processor.piece_to_id(name)  # the unknown id for any other
         return i if self._processor.id_to_piece(i) == name else None
 
+    def piece_name(self, i: int) -> str | None:
+        return self._processor.id_to_piece(i)
+
     def pieces(self) -> list[Piece]:
         return [_piece(piece.piece, piece.type) for piece in self._proto.pieces]
 
