@@ -136,6 +136,11 @@ SMALLEST = [
     ),
     Small("process_end", "--rounds 1 --processes 1", ("processes: 1, ",)),
     Small(
+        "recipe",
+        "TEXT.jsonl --folder DIR --shapes 0.3m --steps 4 --share 0.5 --seeds 1",
+        ("strong, 4 steps", "rate falls to 0, 2 steps", "of the average over", "above strong in 4"),
+    ),
+    Small(
         "reference_curves",
         "--folder DIR --seeds 42 --only tiny-default --steps 4",
         ("tiny-default, seed 42",),
