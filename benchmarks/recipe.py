@@ -198,7 +198,12 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.97)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS], metavar="PART")
-    compare(parser.parse_args())
+    args = parser.parse_args()
+    if not 0 < round(args.share * args.steps) < args.steps:
+        parser.error(
+            f"--share {args.share:g} of --steps {args.steps} is no smaller number of steps"
+        )
+    compare(args)
 
 
 if __name__ == "__main__":
