@@ -25,7 +25,7 @@ import shutil
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def arms(rates: list[float]) -> dict[str, dict[str, float]]:
     return {"decay": {}, **alone, **both}
 
 
-def train(case: Case, data: Path, flags: dict[str, float], place: Path) -> dict[str, Any]:
+def train(case: Case, data: Path, flags: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """Last validation of a run, unless that was done."""
     if place.exists():
         return json.loads(place.read_text())

@@ -136,6 +136,11 @@ SMALLEST = [
     ),
     Small("process_end", "--rounds 1 --processes 1", ("processes: 1, ",)),
     Small(
+        "recipe",
+        "TEXT.jsonl --folder DIR --shapes 0.3m --steps 4 --share 0.5 --seeds 1",
+        ("strong, 4 steps", "rate falls to 0, 2 steps", "of the average over", "above strong in 4"),
+    ),
+    Small(
         "reference_curves",
         "--folder DIR --seeds 42 --only tiny-default --steps 4",
         ("tiny-default, seed 42",),
@@ -289,6 +294,7 @@ def test_a_benchmark_without_what_it_needs_says_so(
         ("auto_values", "kvj=a.jsonl --folder DIR", "kvj is no case or text"),
         ("dropout", "a=a.jsonl", "give texts and --folder, or --cost"),
         ("default_rules", "a.jsonl --folder DIR --only b-1m", "--only b-1m is no sweep of these"),
+        ("recipe", "a.jsonl --folder DIR --steps 4", "--share 0.97 of --steps 4 is no smaller"),
         ("sequence_memory", "--model tiny", "--sizes 4 does not divide the 6 heads of tiny"),
         ("serve_attacked", "--roots GONE", "--roots GONE is no checkout: it has no minimind/serve"),
     ],
