@@ -1,16 +1,17 @@
-"""Weight decay, dropout and both where a small text is read many times; the cost of a step.
+"""Weight decay, dropout, and other losses where a small text is read many times; dropout's cost.
 
     OMP_NUM_THREADS=1 python -m benchmarks.dropout NAME=TEXT.jsonl [...] --folder DIR
-        [--shape 0.3m] [--tokens 491520] [--passes 4 12 40] [--rates 0.1 0.2] [--seeds 2]
+        [--shape 0.3m] [--tokens 491520] [--passes 4 12 40] [--rates 0.1 0.2] [--seeds 3]
         [--out FILE.json]
     OMP_NUM_THREADS=1 python -m benchmarks.dropout --cost [--model 26m] [--rows 2] [--rounds 15]
         [--compile] [--out FILE.json]
 
 Every run reads as many tokens, in passes over a part of the text, on one thread in fp32. With the
 decay of `auto` (minimind/config/rules.py) there is no dropout or one of the rates; with the decay
-of one pass there is one of the rates. The other numbers are those of `auto`. Printed are bits per
-byte of held-out documents after the last step: the mean over seeds, and each seed's. What is done
-in DIR is not done again.
+of one pass there is one of the rates. Two arms have the decay of `auto` and another loss: label
+smoothing of 0.1, and a z-loss, 1e-4 times the squared logarithm of the softmax's denominator. The
+other numbers are those of `auto`. Printed are bits per byte of held-out documents after the last
+step: the mean over seeds, and each seed's. What is done in DIR is not done again.
 
 --cost times forward and backward passes in fp32 without dropout, with it, and with the dropout of
 torch at the same places. They take turns; a ratio is the median over rounds, of CPU time.
@@ -42,15 +43,32 @@ from minimind.config.rules import Workload, weight_decay
 from minimind.engine.compile import compiled_methods
 from minimind.launch.train_pretrain import main as train_pretrain
 from minimind.model.dropout import Dropout, row_keys
+from minimind.model.loss import IGNORED
 
+MODULE = "benchmarks.dropout"
 ONE_PASS = weight_decay(Workload(0, 0, 1.0, 0))
 
 
-def arms(rates: list[float]) -> dict[str, dict[str, float]]:
+def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
+    """Label smoothing of 0.1, for --loss."""
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+
+
+def with_z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy with a z-loss, for --loss."""
+    logits, targets = logits.flatten(0, 1), targets.flatten()
+    squares = logits[targets != IGNORED].logsumexp(-1).square()
+    return F.cross_entropy(logits, targets, reduction="sum") + 1e-4 * squares.sum()
+
+
+def arms(rates: list[float]) -> dict[str, dict[str, Any]]:
     """Flags of each arm, by its name."""
     alone = {f"dropout {rate:g}": {"weight_decay": ONE_PASS, "dropout": rate} for rate in rates}
     both = {f"decay and dropout {rate:g}": {"dropout": rate} for rate in rates}
-    return {"decay": {}, **alone, **both}
+    losses = {"label smoothing": smoothed, "z-loss": with_z_loss}
+    other = {name: {"loss": f"{MODULE}:{f.__name__}"} for name, f in losses.items()}
+    return {"decay": {}, **alone, **both, **other}
 
 
 def train(case: Case, data: Path, flags: Mapping[str, Any], place: Path) -> dict[str, Any]:
@@ -162,7 +180,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=480 * K)
     parser.add_argument("--passes", type=int, nargs="+", default=[4, 12, 40])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2])
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--model", default="26m")
     parser.add_argument("--rows", type=int, default=2)

@@ -78,7 +78,13 @@ SMALLEST = [
     Small(
         "dropout",
         "kjv=TEXT.jsonl --folder DIR --passes 2 --rates 0.1 --seeds 1 --tokens 32768",
-        (": decay: ", ": dropout 0.1: ", ": decay and dropout 0.1: "),
+        (
+            ": decay: ",
+            ": dropout 0.1: ",
+            ": decay and dropout 0.1: ",
+            ": label smoothing: ",
+            ": z-loss: ",
+        ),
     ),
     Small("dropout", "--cost --model tiny --rows 1 --rounds 3", ("keyed", "torch", "of the time")),
     Small("fake_ranks", "--ranks 8", ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")),
