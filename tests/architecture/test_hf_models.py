@@ -452,7 +452,7 @@ def test_a_directory_of_ours_gives_its_shape(tmp_path, text):
 def test_plan_counts_our_own_decoder(tmp_path, capsys):
     place = described(tmp_path / "place", CONFIGS["llama"])
     assert main(["plan", "--model", f"hf:{place}"]) == 2
-    assert "is from transformers" in capsys.readouterr().err
+    assert "is a model of transformers" in capsys.readouterr().err
 
 
 @pytest.mark.long

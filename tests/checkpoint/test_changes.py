@@ -349,7 +349,7 @@ def test_what_changed_is_reported_as_a_table(run: Path, flags: dict[str, Any]):
     with pytest.raises(CheckpointError) as caught:
         train(flags, out_dir=str(run), **changes)
     assert [line.split() for line in caught.value.table] == [
-        ["changed", "checkpoint", "this", "run", "let", "through", "by"],
+        ["changed", "checkpoint", "this", "run", "allowed", "by"],
         ["lr.learning_rate", "0.002", "0.001", "--allow_change", "lr"],
         ["seed.seed", "42", "7", "--allow_change", "seed", "(given)"],
     ]

@@ -315,6 +315,6 @@ def test_a_name_that_another_locale_hides_is_not_called_wrong(tmp_path: Path):
     lines = done.stderr.splitlines()
     assert len(lines) == len(NAMED) + 1, done.stderr
     for line in lines:
-        assert "is UTF-8, which this Python takes for ascii, by its locale; unset PYTHO" in line
+        assert "is UTF-8, but the locale has Python read it as ascii; unset PYTHO" in line
         assert "rename" not in line
     assert [path.name for path in tmp_path.iterdir()] == ["数据.jsonl"]

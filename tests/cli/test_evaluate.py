@@ -197,12 +197,12 @@ def test_table_without_json(trained: Trained, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ("--data_path MIXED", 2, "no RUN is given; name"),
+        ("--data_path MIXED", 2, "no RUN is given; give"),
         ("--checkpoint RUN --model RUN --data_path MIXED", 2, "both were given of --checkpoint"),
         ("--model RUN --data_path MIXED", 2, "belongs to a training run; give it as --checkpoint"),
         ("--model A --data_path MIXED", 4, "right name), not a file of torch.save"),
         ("--checkpoint RUN --data_path nowhere.jsonl", 3, "nowhere.jsonl"),
-        ("--checkpoint RUN --data_path A --split val", 2, "is raw text; leave --split out"),
+        ("--checkpoint RUN --data_path A --split val", 2, "is raw text; remove --split"),
         ("--checkpoint RUN --data_path MIXED --max_seq_len 65", 2, "more than the 64 positions"),
         ("--checkpoint RUN --data_path A A", 2, "is named twice; name it once"),
         ("--checkpoint RUN --data_path MIXED MIXED/", 2, "named twice; name it once"),

@@ -51,7 +51,8 @@ def test_a_resume_that_changes_tf32_changes_the_dtype():
         manifest={"fingerprint": ""}, tokenizer=SimpleNamespace(fingerprint="")
     )
     resolved = SimpleNamespace(config={}, optimizer="AdamW", optimizer_params={})
-    engine: Any = SimpleNamespace(resolved=resolved, distillation=None)
+    model = SimpleNamespace(named_parameters=dict)
+    engine: Any = SimpleNamespace(resolved=resolved, distillation=None, model=model)
     kept = {
         words: identity(parse_flags(words.split()), {}, data, schedule, order, engine)["dtype"]
         for words in ("--dtype float32", "--dtype float32 --tf32", "--dtype bfloat16")

@@ -155,7 +155,7 @@ def fsdp(processes: int | None, version: int | None = None, **beside: Any) -> Se
 ADAM = {"optimizer.type": "AdamW", "optimizer.params.lr": 5e-4}
 NO_FP16 = "fp16.enabled) needs a GPU; use bfloat16 or float32 here"
 NO_FSDP = "distributed_type is FSDP; write one of DEEPSPEED, MULTI_GPU, MULTI_CPU, NO"
-COMPILED = 'compile.backend is "inductor", and --compile on is the switch; remove it'
+COMPILED = 'compile.backend is "inductor", but --compile on is the switch; remove it'
 
 
 def runs(stage: int | None = None, processes: int = 0, /, **values: Any) -> dict[str, Any]:
@@ -245,7 +245,7 @@ JSONS = [
             **{**BF16, **zero(3), STEPS: 1, **auto(TOTAL, MICRO)},
             "seq_parallel_communication_data_type": "bf16",
         },
-        'seq_parallel_communication_data_type is "bf16", and no sequence',
+        'seq_parallel_communication_data_type is "bf16", but no sequence',
     ),
     *(
         File(ACCELERATE, f"{TEMPLATES}{name}_config.json", settings, runs(**expected), NO_FP16)

@@ -178,7 +178,7 @@ def test_what_is_public_is_not_taken_for_private(
 ):
     user.commit(MODEL, NET, {"README.md": b"mine"})
     assert export(run, tmp_path / "out", NET, "--hub_private_repo") == 2
-    assert f"--push_to_hub {NET}: the model is there and public" in capsys.readouterr().err
+    assert f"--push_to_hub {NET}: the model exists and is public" in capsys.readouterr().err
     assert user.files(NET) == {"README.md": b"mine"}
     assert not (tmp_path / "out").exists()
 

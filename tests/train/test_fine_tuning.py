@@ -727,7 +727,7 @@ def test_eval_prints_a_table_of_conversations(
             "--no-doc_mask and --task sft cannot be used together",
         ),
         (("--task", "sft", "--max_seq_len", "3"), conversations(3), 3, "ends within 4 tokens"),
-        (("--train_on", "all"), conversations(3), 2, "--train_on without --task sft"),
+        (("--train_on", "all"), conversations(3), 2, "--train_on has no effect without --task sft"),
     ],
 )
 def test_eval_names_the_flag_that_fits(

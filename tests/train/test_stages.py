@@ -378,7 +378,9 @@ def test_folders_that_cannot_be_mixed(place: Path, tmp_path: Path):
     for sources, message in refused:
         with pytest.raises(UsageError, match=message):
             train(given, source=sources)
-    with pytest.raises(UsageError, match=r": --source a=.*/A:1 is prepared and has its held-out"):
+    with pytest.raises(
+        UsageError, match=r": --source a=.*/A:1 is prepared and has its own held-out"
+    ):
         train(given, source=[f"a={place}/A:1"], val_path=f"{place}/a.jsonl")
     staged = flags(place, stages=file_of(tmp_path, place), val_path=f"{place}/a.jsonl")
     with pytest.raises(UsageError, match=r": --stages .*\.yaml: a=.*/A b=.*/B is prepared and has"):

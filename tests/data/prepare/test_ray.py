@@ -151,7 +151,7 @@ def test_a_bad_document_of_a_task_is_named(tmp_path: Path):
     [
         (["--ray", "my_text.jsonl"], "--ray my_text.jsonl: is not an address of a Ray cluster"),
         (["--ray", "--shard", "0/2"], "--ray and --shard cannot be used together"),
-        (["--ray", "auto", "--processes", "2"], "--processes 2: --ray auto has the cores"),
+        (["--ray", "auto", "--processes", "2"], "--processes 2: --ray auto uses the cores"),
         (["--merge", "--ray"], "--merge and --ray cannot be used together"),
     ],
 )

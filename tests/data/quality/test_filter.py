@@ -225,9 +225,17 @@ def test_a_folder_with_names_of_an_output_is_known_by_its_report(report, tmp_pat
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ((), 2, "no step was given; give one or more of --min_chars, --max_chars"),
+        (
+            (),
+            2,
+            "minimind data filter has nothing to do; give one or more of --min_chars, --max_chars",
+        ),
         (("--min_chars", 9, "--max_chars", 8), 2, "--min_chars 9 is more than --max_chars 8"),
-        (("--exact_dedup", "--minhash_hashes", 4), 2, "--minhash_hashes without --minhash"),
+        (
+            ("--exact_dedup", "--minhash_hashes", 4),
+            2,
+            "--minhash_hashes has no effect without --minhash",
+        ),
         (("--min_chars", 99), 3, "none of 2 documents is left, and 2 were removed by min_chars"),
         (("--min_chars", 1, "--text_field", "body"), 3, '"body"'),
     ],

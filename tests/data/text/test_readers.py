@@ -148,7 +148,7 @@ def test_a_window_that_is_too_large_is_no_damage(tmp_path):
 
 def test_zstandard_that_is_not_installed_is_reported(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(DataError, match=r"zstandard; .* install -e '\.\[data\]'"):
+    with pytest.raises(DataError, match=r"zstandard, .* install -e '\.\[data\]'"):
         read(packed(tmp_path / "a.jsonl.zst", GOOD))
 
 

@@ -325,5 +325,5 @@ def test_what_is_not_installed_is_reported(tmp_path, monkeypatch, package, name)
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_dataset(tmp_path / "saved", TEXTS)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf"{package}; .* install -e '\.\[data\]'"):
+    with pytest.raises(DataError, match=rf"{package}, .* install -e '\.\[data\]'"):
         segments_of(tmp_path / name, 1000)
