@@ -130,7 +130,8 @@ def _compare_ids(
                 loaded = loader.from_pretrained(
                     folder, trust_remote_code=False, local_files_only=True
                 )
-                actual = [loaded.encode(text, add_special_tokens=False) for text in texts]
+                options = {"add_special_tokens": False, "verbose": False}
+                actual = [loaded.encode(text, **options) for text in texts]
         except Exception as error:  # transformers' converters raise anything
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return f"does not load this tokenizer ({lines[0]})".replace(folder, "DIR")

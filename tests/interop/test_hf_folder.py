@@ -53,6 +53,15 @@ def test_auto_tokenizer_gives_the_ids_of_a_sentencepiece_model(kind, pieces, tmp
     assert values["eos_token_id"] == AutoConfig.from_pretrained(folder).eos_token_id == ours.eos_id
 
 
+def test_texts_longer_than_a_row_of_the_model_give_no_warning(pieces, tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", told.append)
+    ours, config = load_tokenizer(pieces), AutoConfig.for_model("llama", max_position_embeddings=8)
+    files, _ = transformers_files(Job("", "llama", config, ours, "bfloat16"))
+    assert json.loads(files["tokenizer_config.json"])["model_max_length"] == 8
+    assert not told
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_5_text"])
 def test_note_for_a_model_type_whose_class_rebuilds_the_tokenizer(kind, pieces, tmp_path):
     ours = load_tokenizer(pieces)
