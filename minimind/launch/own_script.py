@@ -16,7 +16,7 @@ if not __package__:  # run as a script: the package is that of this folder, whic
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import_module("minimind")
     del sys.path[0]
-from minimind.errors import UsageError
+from minimind.errors import MemoryFull, UsageError
 from minimind.runtime.environment import rank_of
 from minimind.runtime.process import claim_status, restore_stderr
 
@@ -28,7 +28,9 @@ def main(script: str) -> None:
         runpy.run_path(script, run_name="__main__")
     except (Exception, SystemExit) as error:
         if getattr(error, "code", 1):  # not sys.exit(0)
-            claim_status(UsageError.status, rank_of(os.environ))
+            # The launcher starts a run with a halved micro-batch again.
+            status = (MemoryFull if isinstance(error, MemoryFull) else UsageError).status
+            claim_status(status, rank_of(os.environ))
         raise
 
 

@@ -245,8 +245,8 @@ def _judged(one: Number, result: Comparison, rate: float, of_norm: float) -> Num
 
     Adam divides a gradient by its size, so that the rounding of a small one moves its weight by up
     to the `rate`. Such gradients are rare: of the norm it is the root of eps. A bias that it moves
-    shows in the sum of the next activations, as it is added to every token. `of_norm` is the
-    difference of the step's gradient norms.
+    shows in the sum of the next activations, as it is added to every token; runs without any
+    difference before have no such bias. `of_norm` is the difference of the step's gradient norms.
     """
     if one.kind in EXACT_KINDS:
         return replace(one, limit=EXACT)
@@ -256,7 +256,7 @@ def _judged(one: Number, result: Comparison, rate: float, of_norm: float) -> Num
     so_far = max(result.sizes.get(kind, 0.0) for kind in kinds)
     if is_moment and of_norm <= ROUNDING * result.eps:
         so_far = max(so_far, of_norm)
-    is_moved = one.kind in WEIGHTS or (one.kind == "activation" and result.steps)
+    is_moved = one.kind in WEIGHTS or (one.kind == "activation" and result.first)
     of_update = rate / WEIGHT * result.eps**0.5 if is_moved else 0.0
     return replace(one, limit=max(ROUNDING * result.eps, of_update, GROWTH * so_far))
 

@@ -19,12 +19,12 @@ DISTRIBUTION_NAME = "minimind-deepspeed"
 def minimind_command(python: str) -> str:
     """The installed `minimind` of an interpreter, else `PYTHON -m minimind`; quoted for a shell."""
     script = Path(python).parent / "minimind"
-    return _near(script) if disk.exists(script) else f"{_near(Path(python))} -m minimind"
+    return near(script) if disk.exists(script) else f"{near(Path(python))} -m minimind"
 
 
 def install_packages(*packages: str) -> str:
     """The command that installs packages for this interpreter."""
-    return f"{_near(Path(sys.executable))} -m pip install {shlex.join(packages)}"
+    return f"{near(Path(sys.executable))} -m pip install {shlex.join(packages)}"
 
 
 def install_extra(extra: str) -> str:
@@ -48,16 +48,19 @@ def require_extra(extra: str, what: str, *packages: str) -> None:
             )
 
 
-def _near(path: Path) -> str:
+def near(path: Path) -> str:
     """A path for a shell: relative below the current directory, else absolute."""
-    near = os.path.relpath(path)
+    try:
+        near = os.path.relpath(path)
+    except FileNotFoundError:  # the current directory is gone
+        near = os.pardir
     return shlex.quote(str(path) if near.startswith("..") else near)
 
 
 # The command that starts a run.
 _SCRIPT = PROJECT / "run_accelerate.sh"
 LAUNCH = (
-    f"bash {_near(_SCRIPT)}"
+    f"bash {near(_SCRIPT)}"
     if disk.exists(_SCRIPT)
     else f"{minimind_command(sys.executable)} launch"
 )

@@ -195,11 +195,11 @@ def too_large(setup: Setup, resolved: ResolvedConfig) -> str:
     if memory is None or not is_estimated(run):
         return ""
     from minimind.architecture import costs
-    from minimind.architecture.plan import fits, layout_of
+    from minimind.architecture.plan import layout_of
 
     size = setup.launch.world_size
     layout = layout_of(run, size, resolved.config, setup.device)
-    if fits(costs.memory(shape_of(run), layout), memory):
+    if costs.memory(shape_of(run), layout).total <= memory:
         return ""
     of_step = f"a micro-batch of {layout.rows} rows x {run.max_seq_len} tokens"
     return f"warning  {of_step}: {remedy(run, resolved, size, setup.device, memory)}"

@@ -226,15 +226,16 @@ def test_adam_may_move_a_weight_whose_gradient_is_rounding():
 def test_a_bias_that_rounding_has_moved_shows_in_the_activations_after_it():
     """256 tokens of a GPT-2: a bias has moved by 6e-8, which is 256 times as much in a sum."""
 
-    def side(total: float, step: int) -> Side:
-        first = {1: {"lr": 2e-3}} if step == 2 else {}
+    def side(total: float, step: int, loss: float = 7.0) -> Side:
+        first = {1: {"lr": 2e-3, "loss": loss}} if step == 2 else {}
         numbers = {"activation": {"transformer.h.0.mlp": [0.7057878, total, 0.0360196]}}
         return Side("one", dtype="float32", steps={**first, step: {"lr": 2e-3, "numbers": numbers}})
 
     moved = 5.4853080, 5.4852933
-    assert compare(*(side(total, 2) for total in moved)).step is None
+    assert compare(side(moved[0], 2), side(moved[1], 2, 7.000001)).step is None
+    assert compare(*(side(total, 2) for total in moved)).step == 2  # nothing has differed before
     assert compare(*(side(total, 1) for total in moved)).step == 1
-    assert compare(side(5.4853, 2), side(5.4863, 2)).step == 2
+    assert compare(side(5.4853, 2), side(5.4863, 2, 7.000001)).step == 2
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])

@@ -41,3 +41,13 @@ def test_an_extra_is_added_to_the_installation_that_is_there(
     assert Path(python).absolute() == Path(sys.executable)
     assert words == ["-m", "pip", "install", *expected]
     assert install_packages("a", "b").endswith(" -m pip install a b")
+
+
+def test_a_path_is_absolute_where_the_current_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert installed.near(tmp_path) == str(tmp_path)

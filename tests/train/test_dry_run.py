@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -121,7 +122,13 @@ def test_a_micro_batch_that_does_not_fit_the_memory_is_warned_of(monkeypatch: py
         dry_run_text(planned(parse_flags([*given.split(), rows]))) for rows in ("1", "300")
     )
     assert "warning  a micro-batch of" not in few
-    assert "warning  a micro-batch of 300 rows x 1024 tokens: `minimind plan` counts" in many
+    counted = re.search(r"300 rows x 1024 tokens: `minimind plan` counts ([\d.]+) GiB", many)
+    assert counted
+    for share, warns in (0.99, True), (1.01, False):
+        room = int(share * float(counted[1]) * 2**30)
+        monkeypatch.setattr(type(HOST), "memory", lambda self, index=None, room=room: room)
+        text = dry_run_text(planned(parse_flags([*given.split(), "300"])))
+        assert ("warning  a micro-batch of" in text) == warns
 
 
 GPU_HOST = "--model tiny --device cuda --dry_run"

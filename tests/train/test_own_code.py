@@ -15,9 +15,11 @@ import minimind.train as training
 from minimind.checkpoint.directory import published_checkpoints, step_of
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.engine.clocks import PhaseClock
-from minimind.errors import UsageError
+from minimind.errors import MemoryFull, UsageError
+from minimind.launch import own_script
 from minimind.report.findings import diagnose
 from minimind.report.history import read_runs
+from minimind.runtime.process import STATUS_FILE
 from minimind.train import loop
 from tests.conftest import Launcher
 from tests.train import own_code_of_two
@@ -196,3 +198,17 @@ def test_what_one_rank_of_two_raises_ends_both_with_its_sentence(launch: Launche
     assert "error[E_USAGE] rank=1 step=4: on_eval raised KeyError: 'val_los'" in done.stderr
     assert "stopped because rank 1 failed" in done.stderr
     assert "KeyError: 'val_los'" in (tmp_path / "run" / "console.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [("MemoryFull('', {})", MemoryFull.status), ("OSError()", 2)]
+)
+def test_a_script_that_is_out_of_memory_ends_with_the_status_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, status: int
+):
+    claim, script = tmp_path / "status", tmp_path / "mine.py"
+    script.write_text(f"from minimind.errors import MemoryFull\nraise {error}\n")
+    monkeypatch.setenv(STATUS_FILE, str(claim))
+    with pytest.raises((MemoryFull, OSError)):
+        own_script.main(str(script))
+    assert claim.read_text() == f"{status} 0\n"
