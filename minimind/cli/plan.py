@@ -45,11 +45,10 @@ class Plan(OfRunFlags):
         peak = self.peak_tflops or (gpu.peak_tflops if gpu else None)
         memory = self.memory or (gpu.memory * 2**30 if gpu else None)
         machine = Machine(self.gpus, memory, peak, self.mfu, self.tokens)
-        print(fitted(plan(self.run_flags, machine, _sized), LABELED))
 
+        def sized(run: RunConfig) -> RunConfig:
+            from minimind.train.teacher import Teacher  # torch
 
-def _sized(run: RunConfig) -> RunConfig:
-    """The run with the size of its teacher, whose shape is read."""
-    from minimind.train.teacher import Teacher
+            return Teacher.of(run).sized(run)
 
-    return Teacher.of(run).sized(run)
+        print(fitted(plan(self.run_flags, machine, sized), LABELED))

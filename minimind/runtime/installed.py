@@ -51,10 +51,10 @@ def require_extra(extra: str, what: str, *packages: str) -> None:
 def near(path: Path) -> str:
     """A path for a shell: relative below the current directory, else absolute."""
     try:
-        near = os.path.relpath(path)
+        relative = os.path.relpath(path)
     except FileNotFoundError:  # the current directory is gone
-        near = os.pardir
-    return shlex.quote(str(path) if near.startswith("..") else near)
+        relative = os.pardir
+    return shlex.quote(str(path) if relative.startswith("..") else relative)
 
 
 # The command that starts a run.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore[reportAttributeAccessIssue] (made at import)
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue] (made at import)
 from tokenizers import models, pre_tokenizers, trainers
 
 from minimind.data.tokenizer.add_special import write_extended
@@ -40,9 +40,9 @@ def with_pieces(
 ) -> tuple[Tokenizer, dict[int, tuple[int, ...]]]:
     """Return the tokenizer with new pieces, in `directory`, and by id the old ids that each joins.
 
-    They are the `count` pieces that are learnt from words by number of times, or without it all
-    that join each word to one. Raise DataError if there are fewer, or none, or a word is not
-    joined.
+    With `count`, so many are learnt from words with their frequencies. Without it, all pieces are
+    added that make each word one token. Raise DataError if there are fewer, or none, or if a word
+    is not one token then.
     """
     files, first = tokenizer.files(), tokenizer.vocab_size
     values = json.loads(files.get(JSON_NAME, b"{}"))
@@ -52,7 +52,7 @@ def with_pieces(
         kind += " with marks of words"
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         proto = ModelProto.FromString(files[MODEL_NAME])
-        kind = TrainerSpec.ModelType.Name(proto.trainer_spec.model_type)
+        kind = proto.trainer_spec.ModelType.Name(proto.trainer_spec.model_type)
     if kind != "BPE":
         raise DataError(
             f"{tokenizer.path}: is of type {kind}, and pieces are added to type BPE only; give a"
