@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, named: Mapping[str, int]) -> Sizes:
-        """Those of weights by name."""
+        """Sort weights, given by name, into the three kinds."""
         sizes = cls([], [], [])
         for name, size in named.items():
             is_vector = "norm" in name or name.endswith("bias")

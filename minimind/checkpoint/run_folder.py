@@ -76,7 +76,7 @@ def lock_out_dir(out_dir: Path, flag: str = "--out_dir") -> IO[bytes]:
 
 
 def lock_before_imports(run: RunConfig, rank: int) -> IO[bytes] | None:
-    """Lock an out_dir that exists, on rank 0; None where the start itself does.
+    """Lock an out_dir that exists, on rank 0; None in a dry run, and where the start locks it.
 
     The folder of a --mirror is not touched before the mirror was looked at.
     """

@@ -144,7 +144,7 @@ def test_a_teacher_of_transformers(given: Flags, kind: str, within: float, tmp_p
     (start,) = events(tmp_path / "run", "run_start")
     assert start["identity"]["model"]["loss"].startswith("0 cross-entropy + 1 KL from teacher ")
     assert all(0 < loss < 1 for loss, _ in curve(tmp_path / "run"))  # both are nearly uniform
-    # Of a student of transformers, too: one with the weights of its teacher learns nothing.
+    # A student of transformers that has the weights of its teacher has a loss of 0.
     more = {"model": f"hf:{folder}", "init_from": str(folder), "doc_mask": False}
     plain = {name: flags[name] for name in flags if name not in SHAPE}
     same = {**plain, **more, "teacher": str(folder), "distill_weight": 1.0, "max_steps": 2}
