@@ -178,8 +178,7 @@ def _request(args: Prepare, cache: ObjectCache) -> PrepareRequest:
         if len(sources) > 1:
             raise UsageError(
                 f"--val_path {args.val_path}: cannot be shared by {len(sources)} sources; remove"
-                " it,"
-                " or prepare a single source"
+                " it, or prepare a single source"
             )
         if args.val_fraction:
             raise UsageError(

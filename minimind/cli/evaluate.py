@@ -163,9 +163,8 @@ class Eval(OfChat, Cached):
             )
         if self.limit is not None and not (self.lm_eval or self.tasks):
             raise UsageError(
-                f"--limit {self.limit} has no effect without --lm_eval or --tasks; give"
-                " --max_rows, or remove"
-                " --limit"
+                f"--limit {self.limit} has no effect without --lm_eval or --tasks; give --max_rows,"
+                " or remove --limit"
             )
         self.require_there()
         from minimind.config.launcher_env import read_launch

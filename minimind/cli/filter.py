@@ -127,8 +127,7 @@ def _filter(args: Filter, cache: ObjectCache) -> int:
     if args.classifier and not (args.classifier_keep or args.classifier_remove):
         raise UsageError(
             "--classifier has no effect without --classifier_keep or --classifier_remove; add one"
-            " of"
-            " them, or remove --classifier"
+            " of them, or remove --classifier"
         )
     languages, least = _names(args.languages), args.in_force("min_language_probability")
     foreign_field = args.decontaminate_field or args.text_field

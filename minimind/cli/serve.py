@@ -134,9 +134,8 @@ def load(args: Serve) -> tuple[Any, ServedModel, Readers]:
     is_base = not tokenizer.templates.by_name
     if is_base and variables and args.chat_template is None:
         raise UsageError(
-            "--chat_template_kwargs has no effect without a chat template; add --chat_template,"
-            " or remove"
-            " --chat_template_kwargs"
+            "--chat_template_kwargs has no effect without a chat template; add --chat_template, or"
+            " remove --chat_template_kwargs"
         )
     if args.chat_template is not None or not is_base:
         source, called = source_of(tokenizer, args.chat_template, path, variables)

@@ -232,8 +232,7 @@ HUGGING_FACE_RULES: tuple[Rule, ...] = (
         Rule(
             lambda run, name=name: run.is_explicit(name),
             f"{{{name}}} has no effect with --model {{model.value}}, whose config.json decides the"
-            " shape;"
-            f" {{{name}.remove}}, or write it in config.json",
+            f" shape; {{{name}.remove}}, or write it in config.json",
         )
         for name in SHAPE
         if name not in ("max_seq_len", "vocab_size")

@@ -365,9 +365,9 @@ def _run_of(text: StageText, run: RunConfig, path: str) -> RunConfig:
             )
         if text.max_seq_len % run.sequence_parallel:
             raise UsageError(
-                f"max_seq_len = {text.max_seq_len} ({where}) is not divisible by sequence_parallel"
-                " ="
-                f" {run.sequence_parallel} ({run.sources['sequence_parallel']}); change one of them"
+                f"max_seq_len = {text.max_seq_len} ({where}) is not divisible by"
+                f" sequence_parallel = {run.sequence_parallel}"
+                f" ({run.sources['sequence_parallel']}); change one of them"
             )
         run = run.with_values(Origin(where, Rank.DATA), max_seq_len=text.max_seq_len)
     if text.batch_size is not None:

@@ -178,8 +178,7 @@ class Chat:
         if self.tools and not self.template.writes_tools(self.tools):
             raise UsageError(
                 f"--tools: {self.template.name} does not write tools; remove --tools, or give a"
-                " template"
-                " that writes them (--chat_template thoughts_and_tools)"
+                " template that writes them (--chat_template thoughts_and_tools)"
             )
         self.reset()
 

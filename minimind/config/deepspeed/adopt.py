@@ -227,8 +227,7 @@ def _muon_faults(params: Mapping[str, Any], path: str) -> Iterator[Fault]:
         yield Fault(
             f"{PARAMS}muon_lr",
             f"{path}: {PARAMS}muon_lr is missing, and AdamW's rate does not suit Muon; write a"
-            " number,"
-            ' or "auto" for --muon_lr',
+            ' number, or "auto" for --muon_lr',
         )
     for name, accepted in ONLY_IN_DEEPSPEED.items():
         if name in params and params[name] not in (AUTO, *accepted):

@@ -351,8 +351,7 @@ RULES = (
         "communication_data_type",
         lambda f, key: f.run.dtype == MIXED and f.stage and f[key] not in (MISSING, None, "fp32"),
         "{key}, which DeepSpeed 0.19.8 ignores with {dtype} at stage 1 and above; remove it, or"
-        " name"
-        " layers in torch_autocast.lower_precision_safe_modules",
+        " name layers in torch_autocast.lower_precision_safe_modules",
     ),
     Rule(
         f"{ZERO}zero_quantized_weights",

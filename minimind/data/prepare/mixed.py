@@ -90,8 +90,7 @@ def parts_of(sources: Sequence[Source]) -> list[Part]:
         if name != part.source.name:
             raise UsageError(
                 f"source {part.source.name}: {part.folder} is the text of source {name}, too;"
-                " remove"
-                " one of them"
+                " remove one of them"
             )
     return parts
 

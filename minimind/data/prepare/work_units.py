@@ -188,8 +188,7 @@ def _too_many_units(inputs: Sequence[Input], unit_bytes: int) -> UsageError:
     total = sum(given.bytes for given in inputs)
     return UsageError(
         f"shard_bytes = {unit_bytes:,} cuts {total:,} bytes of text into more than {MAX_UNITS:,}"
-        " shards, all of which every process of a run keeps open; raise --shard_bytes, or remove"
-        " it"
+        " shards, all of which every process of a run keeps open; raise --shard_bytes, or remove it"
     )
 
 
