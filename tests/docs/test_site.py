@@ -33,7 +33,6 @@ THEIRS = {
     *("nodes", "gpus_per_node", "gpus_per_task"),  # sbatch, srun
     *("ipc", "shm_size", "file", "rm", "tag", "volume"),  # docker, podman
     *("model_args", "include_path", "tasks", "apply_chat_template"),  # lm_eval
-    "resume_from_step",  # nanochat
     *("port", "jinja"),  # transformers serve, llama-server
     *("max_model_len", "deps", "long"),  # vllm, pip, pytest
 }
