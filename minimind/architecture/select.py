@@ -246,8 +246,9 @@ class HuggingFace:
 
     def flops_per_token(self, run: RunConfig) -> int:
         """FLOPs of one token's forward and backward pass, counted as those of our decoder."""
-        matrices, embeddings = matrices_and_embeddings(self._meta_model())
-        trained = {name for name in self.sizes(run) if not is_frozen(name, run.freeze)}
+        model = self._meta_model()
+        matrices, embeddings = matrices_and_embeddings(model)
+        trained = {name for name, _ in model.named_parameters() if not is_frozen(name, run.freeze)}
         heads = self.parsed.num_attention_heads
         width = heads * (getattr(self.parsed, "head_dim", None) or self.parsed.hidden_size // heads)
         layers, products = self.parsed.num_hidden_layers, width * run.max_seq_len

@@ -299,10 +299,6 @@ _COUNTED = "DeepSpeed counts the micro-batches"
 _NO_EXPERTS = "no group of processes has experts of its own"
 _MEAN = "the loss is a mean over all processes"
 _STATE = "its optimizer cannot be checkpointed"
-_PART = (
-    "what stays on the GPU would keep its first learning rate, and no checkpoint would have its"
-    " moments"
-)
 _MASTERS = "every checkpoint holds the fp32 weights, which this gives up"
 _UNREAD = "DeepSpeed never reads it"
 _TRAINED = "every weight is trained"
@@ -406,7 +402,13 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
     ),
     "zero_optimization.offload_optimizer": (
         Key("device", _DEVICES, fill=_NONE),
-        Key("ratio", "number", only=(1, 1.0), why=_PART),
+        Key(
+            "ratio",
+            "number",
+            only=(1, 1.0),
+            why="what stays on the GPU would keep its first learning rate, and no checkpoint would"
+            " have its moments",
+        ),
         Key("super_offload", "bool", only=(False, None), why=_STATE),
         *_named("", "pin_memory cpuadam_cores_perc"),
         *_named("", "nvme_path buffer_count pipeline_read pipeline_write fast_init", "nvme"),
