@@ -162,11 +162,16 @@ def is_bidirectional(model: Any) -> bool:
     return length > 1 and bool(change[:-1].max() > 1e-3 * change[-1])
 
 
-def matrix_weights(model: Any) -> int:
-    """Number of weights that multiply a token: all matrices but embeddings, and the head."""
-    embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    embeddings.discard(model.get_output_embeddings().weight)  # tied
-    return sum(p.numel() for p in model.parameters() if p.ndim > 1 and p not in embeddings)
+def matrices_and_embeddings(model: Any) -> tuple[dict[str, int], set[str]]:
+    """Sizes by name of all weights that multiply a token, and the names of the embeddings.
+
+    The first are all matrices but the embeddings, and the head; a tied one is both.
+    """
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    only_read = tables - {model.get_output_embeddings().weight}
+    named = dict(model.named_parameters())
+    matrices = {n: p.numel() for n, p in named.items() if p.ndim > 1 and p not in only_read}
+    return matrices, {name for name, p in named.items() if p in tables}
 
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -20,13 +20,13 @@ from minimind.architecture.hf_models import (
     IDS,
     foreign_config,
     is_bidirectional,
-    matrix_weights,
+    matrices_and_embeddings,
     model_of,
     require_model,
     require_separate_documents,
     transformers_model,
 )
-from minimind.architecture.shape import flops_per_token, shape_of
+from minimind.architecture.shape import flops_of, flops_per_token, is_frozen, shape_of
 from minimind.config.flags import OF_EXPERTS, SHAPE
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
@@ -245,11 +245,14 @@ class HuggingFace:
         return {name: p.numel() for name, p in self._meta_model().named_parameters()}
 
     def flops_per_token(self, run: RunConfig) -> int:
-        """FLOPs of one token's forward and backward pass, counted as in costs.py."""
-        weights = matrix_weights(self._meta_model())
+        """FLOPs of one token's forward and backward pass, counted as those of our decoder."""
+        model = self._meta_model()
+        matrices, embeddings = matrices_and_embeddings(model)
+        trained = {name for name, _ in model.named_parameters() if not is_frozen(name, run.freeze)}
         heads = self.parsed.num_attention_heads
         width = heads * (getattr(self.parsed, "head_dim", None) or self.parsed.hidden_size // heads)
-        return 6 * weights + 12 * self.parsed.num_hidden_layers * width * run.max_seq_len
+        layers, products = self.parsed.num_hidden_layers, width * run.max_seq_len
+        return flops_of(matrices, trained, embeddings, layers, products)
 
     def costs(self, run: RunConfig) -> str:
         """Parameters and FLOPs; the memory of such a model is not estimated."""

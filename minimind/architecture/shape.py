@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -215,23 +215,47 @@ def with_special_tokens(run: RunConfig) -> tuple[RunConfig, str]:
 
 @cache
 def flops_per_token(shape: Shape) -> int:
+    """FLOPs of one token's forward and backward pass, by `flops_of`; of experts, those visited."""
+    named, head = shape.named, EMBEDDING if shape.tie_word_embeddings else HEAD
+    visited = shape.num_experts_per_tok / shape.n_routed_experts
+    matrices = {
+        name: size * (visited if ".experts." in name else 1)
+        for name, size in named.items()
+        if name == head or name.endswith(("proj.weight", "gate.weight"))
+    }
+    trained = {name for name in named if not is_frozen(name, shape.freeze)}
+    products = shape.q_dim * shape.max_seq_len
+    return flops_of(matrices, trained, {EMBEDDING}, shape.n_layers, products)
+
+
+def flops_of(
+    matrices: Mapping[str, float],
+    trained: Set[str],
+    embeddings: Set[str],
+    n_layers: int,
+    products: int,
+) -> int:
     """FLOPs of one token's forward and backward pass: 6 M + 12 layers q_dim T.
 
     As in PaLM, appendix B (Chowdhery et al. 2022), and Kaplan et al. (2020): M counts the weights
     that multiply a token (with the head; without embedding, norms and experts not visited), and
     attention counts all T positions, although a causal kernel computes half of them. A frozen
     weight spares its gradient, 2 M. Blocks below the lowest one with a trained weight spare the
-    gradients of their inputs, too, 2 M + 8 q_dim T a block, unless the embedding is trained.
+    gradients of their inputs, too, 2 M + 8 q_dim T a block, unless an embedding is trained.
+
+    matrices: M by name. trained, embeddings: names of parameters. products: q_dim T.
     """
-    named, head = shape.named, EMBEDDING if shape.tie_word_embeddings else HEAD
-    trained = {name for name in named if not is_frozen(name, shape.freeze)}
-    layers = {name: int(name.split(".")[2]) for name in named if ".layers." in name}
-    lowest = min((layers[name] for name in trained & layers.keys()), default=shape.n_layers)
-    lowest = 0 if EMBEDDING in trained else lowest
-    visited, products = shape.num_experts_per_tok / shape.n_routed_experts, 0.0
-    for name, size in named.items():
-        if name == head or name.endswith(("proj.weight", "gate.weight")):
-            passes = 1 + (layers.get(name, shape.n_layers) >= lowest) + (name in trained)
-            products += passes * size * (visited if ".experts." in name else 1)
-    attention = shape.q_dim * shape.max_seq_len * (12 * shape.n_layers - 8 * lowest)
-    return 2 * round(products) + attention
+    lowest = min(
+        (layer for name in trained if (layer := _layer_of(name)) is not None), default=n_layers
+    )
+    lowest = 0 if trained & embeddings else lowest
+    weights = 0.0
+    for name, size in matrices.items():
+        layer = _layer_of(name)
+        weights += (1 + (layer is None or layer >= lowest) + (name in trained)) * size
+    return 2 * round(weights) + products * (12 * n_layers - 8 * lowest)
+
+
+def _layer_of(name: str) -> int | None:
+    """The block of a parameter; None for one outside of blocks."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)

@@ -276,7 +276,9 @@ class Decoder(nn.Module):
         keys of tokens at 1 + 2 L places: the embedding, and two of each of L blocks.
         """
         x_BTE = x if x.is_floating_point() else self.embed_tokens(x)
-        if rotary is None:
+        if rotary is None and is_traced():  # a graph is for any length: nothing to check
+            rotary = self.rotary_at(torch.arange(x_BTE.shape[1], device=x_BTE.device))
+        elif rotary is None:
             self.require_positions(x_BTE.shape[1])
             rotary = self.rotary_at(slice(x_BTE.shape[1]))
         if dropout is not None:

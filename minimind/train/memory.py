@@ -6,11 +6,12 @@ that was out of memory is halved (`Fit`, `halved`): the run starts again with th
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,6 @@ from minimind.runtime.process import SCRIPT_PID
 if TYPE_CHECKING:
     from minimind.engine.engine import Engine
     from minimind.report.run_logger import RunLogger
-
-# Flags that decide what a row takes, and what is left for it, beside the shape of the model.
-OF_A_ROW = ("max_seq_len", "gradient_checkpointing", "dtype", "optimizer", "ema", "loss", "compile")
-OF_A_ROW += ("dropout", "use_flash_attn", "doc_mask", "sequence_parallel", "tensor_parallel")
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,11 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
 
     Rank 0 reads the records, and all ranks take the smallest number (`with_common_fit`).
     """
-    launch, memory, fitting = setup.launch, capacity_here(setup, run), None
-    if memory is not None and is_estimated(run):
-        from minimind.architecture.plan import layout_of, rows_that_fit
+    from minimind.architecture.plan import layout_of, rows_that_fit
 
-        layout = layout_of(run, launch.world_size, resolved.config, setup.device)
+    launch, memory, fitting = setup.launch, capacity_here(setup, run), None
+    layout = layout_of(run, launch.world_size, resolved.config, setup.device)
+    if memory is not None and is_estimated(run):
         fitting = rows_that_fit(shape_of(run), layout, memory)
     rows = most_rows(run, setup.device, fitting)
     if memory is None or fitting != rows:
@@ -67,12 +64,12 @@ def largest_fit(setup: Setup, run: RunConfig, resolved: ResolvedConfig, model: A
     else:
         why = f"in {memory / 2**30:.2f} GiB"
     facts = {
+        **asdict(shape_of(run)),
+        **asdict(replace(layout, rows=0, accumulation_steps=0)),  # of any micro-batch
         "device_mib": memory and memory // 2**20,
-        "world_size": launch.world_size,
-        "zero_stage": resolved.zero_stage,
         "parameters": model.parameters(run),
-        **{name: getattr(run, name) for name in OF_A_ROW},
     }
+    facts = json.loads(json.dumps(facts))  # as they are recorded
     if launch.rank == 0:
         for event in EventLog(Path(run.out_dir) / "metrics.jsonl").events(HALVED):
             most = event.get("most_rows")

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,9 @@ def test_flops_and_parameters_are_counted_as_ours(tied, text, tmp_path):
     assert isinstance(model, HuggingFace)
     words = "--dim 32 --hidden_dim 96 --n_layers 2 --n_heads 4 --n_kv_heads 2 --max_seq_len 32"
     ours = parse_flags([*words.split(), "--vocab_size", str(VOCABULARY)])
-    assert model.flops_per_token(ours) == MiniMind().flops_per_token(ours)
+    for patterns in ((), ("model.layers.0.*", "*embed*"), ("*.mlp.*",)):
+        frozen = replace(ours, freeze=patterns, tie_word_embeddings=tied)
+        assert model.flops_per_token(frozen) == MiniMind().flops_per_token(frozen)
     given = ["--model", f"hf:{tmp_path}", "--data_path", str(text / "data"), "--max_seq_len", "32"]
     out = dry_run_text(planned(parse_flags([*given, "--deepspeed_config", "none"])))
     assert f"parameters  {random_model(report).num_parameters():,}: llama of transformers" in out

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.export import Dim
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DynamicCache
@@ -533,6 +534,19 @@ def test_the_decoder_alone_is_the_one_of_transformers():
     written_out = Decoder(replace(config, use_flash_attn=False))
     written_out.load_state_dict(alone.state_dict())
     torch.testing.assert_close(written_out(ids), alone(ids), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_decoder_alone_is_exported_for_every_length():
+    """Also for lengths beyond that of the example, without a limit that the table would set."""
+    alone = Decoder(DecoderConfig(V, 48, num_hidden_layers=1, max_position_embeddings=32))
+    alone.reset_parameters().eval()
+    dims = ({0: Dim("B"), 1: Dim("T")},)
+    graph = torch.export.export(alone, (torch.zeros(2, 8, dtype=torch.long),), dynamic_shapes=dims)
+    ids = torch.randint(V, (3, 32), generator=torch.manual_seed(1))
+    torch.testing.assert_close(graph.module()(ids), alone(ids), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="position 32 is beyond"):
+        alone(ids.repeat(1, 2)[:, :33])
 
 
 def test_weights_of_the_decoder_alone_are_drawn_as_those_of_a_model():

@@ -161,6 +161,11 @@ def other_eps(engine: Engine, stack: ExitStack) -> None:
     part(engine, "layers.1.input_layernorm").eps = 1e-3
 
 
+def other_eps_later(engine: Engine, step: int) -> None:
+    if step == RESUMED:
+        other_eps(engine, ExitStack())
+
+
 def scaled_head(output: torch.Tensor) -> torch.Tensor:
     return torch.cat([output[..., :8] * 1.05, output[..., 8:]], -1)
 
@@ -306,6 +311,10 @@ FAULTS: dict[str, tuple[str, int, Trial, int, str, str]] = {
     ),
     "eps-of-a-norm": (
         *("plain", 1, Trial(plant=other_eps), 1, "activation", "model.layers.1.input_layernorm"),
+    ),
+    "eps-of-a-norm-later": (  # the runs differ by rounding before
+        *("plain", 1, Trial(SOUND["micro-batches"].case, every_step=other_eps_later)),
+        *(RESUMED + 1, "activation", "model.layers.1.input_layernorm"),
     ),
     "base-of-rotary": (
         *("plain", 1, Trial(plant=other_base), 1, "activation", "model.layers.0.self_attn"),

@@ -29,7 +29,7 @@ from minimind.config.parse import build_config, parse_flags
 from minimind.config.rules import divided
 from minimind.engine.build import leave_process_group
 from minimind.engine.engine import Engine
-from minimind.errors import MemoryFull
+from minimind.errors import HALVED, MemoryFull
 from minimind.launch import launcher
 from minimind.runtime.agreement import of_rank_0, smallest
 from minimind.runtime.device import CUDA, HOST
@@ -231,24 +231,31 @@ def test_what_does_not_depend_on_the_micro_batch_halves_none(
     assert not (Path(flags["out_dir"]) / "metrics.jsonl").exists()
 
 
-def test_a_record_counts_for_the_same_model_and_device(tmp_path: Path, flags: dict[str, Any]):
+def test_a_record_counts_for_the_same_model_and_device(tmp_path: Path):
     words = f"--dtype float32 --device cpu --out_dir {tmp_path} --max_seq_len 64"
     run = parse_flags(words.split())
-    setup, resolved = setup_of(0, device="cpu"), ResolvedConfig(run, "single")
+    setup, zero = setup_of(0, device="cpu"), {"zero_optimization": {"stage": 2}}
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
-    def fit(more: str = "") -> Fit:
-        other = parse_flags([*words.split(), *more.split()])
-        return largest_fit(setup, other, resolved, MiniMind())
+    def fit(more: str = "", config: Any = zero, **values: Any) -> Fit:
+        other = replace(parse_flags([*words.split(), *more.split()]), **values)
+        return largest_fit(setup, other, ResolvedConfig(other, "deepspeed", config), MiniMind())
 
     before = fit()
     record = halved(run, 1, before)
     assert record
-    log_end(tmp_path, {"step": 0, **record}, "", event="micro_batch_halved")
+    log_end(tmp_path, {"step": 0, **record}, "", event=HALVED)
     assert fit().rows == run.micro_batch_rows(1) // 2
     assert fit("--gradient_checkpointing").rows == before.rows
     assert fit("--dim 256").rows == before.rows
     for other in ("--dtype bfloat16", "--optimizer lion", "--ema 0.9", "--loss chunked"):
         assert fit(other).rows == before.rows, other
+    for other in ("--freeze model.layers.[01].* *embed*", "--doc_mask", "--compile off"):
+        assert fit(other).rows == before.rows, other
+        log_end(tmp_path, {"step": 0, **(halved(run, 1, fit(other)) or {})}, "", event=HALVED)
+        assert fit(other).rows == run.micro_batch_rows(1) // 2, other
+    assert fit(config=offload).rows == before.rows
+    assert fit(teacher_weights=10**6).rows == before.rows
     assert halved(run, 1, None) is None
 
 

@@ -402,7 +402,13 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
     ),
     "zero_optimization.offload_optimizer": (
         Key("device", _DEVICES, fill=_NONE),
-        Key("ratio", "number"),
+        Key(
+            "ratio",
+            "number",
+            only=(1, 1.0),
+            why="what stays on the GPU would keep its first learning rate, and no checkpoint would"
+            " have its moments",
+        ),
         Key("super_offload", "bool", only=(False, None), why=_STATE),
         *_named("", "pin_memory cpuadam_cores_perc"),
         *_named("", "nvme_path buffer_count pipeline_read pipeline_write fast_init", "nvme"),

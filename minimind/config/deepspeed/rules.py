@@ -233,20 +233,6 @@ RULES = (
         '{key} ({by}), but a checkpoint cannot hold what is on a disk; write "cpu"',
     ),
     Rule(
-        f"{OFFLOAD}.ratio",
-        lambda f, key: f.number(key) not in (None, 1) and f.stage != 3,
-        "{key}, which needs stage 3, but {stage}; remove it",
-    ),
-    Rule(
-        f"{OFFLOAD}.ratio",
-        lambda f, key: (
-            f.number(key) not in (None, 1)
-            and not (_is_own_adam(f) and offloads(f.config, "optimizer"))
-        ),
-        "{key}, which needs DeepSpeed's own Adam on the CPU; remove it, or write"
-        ' "torch_adam": false in an AdamW block',
-    ),
-    Rule(
         GRAD_NORM,
         lambda f, key: f[key] is False and f.stage in (0, 3),
         "{key}, which only stages 1 and 2 support, but {stage}; remove it",

@@ -28,8 +28,6 @@ from tools.forking import Nursery
 
 train: Any = sys.modules["minimind.train"]
 ZERO = "zero_optimization."
-OFFLOAD = {"device": "cpu"}
-CPU_ADAM = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": False}}
 
 
 def document(edits: dict[str, Any]) -> dict[str, Any]:
@@ -50,14 +48,6 @@ RIGHT = {
     "no zenflow": ({f"{ZERO}zenflow": None}, "cpu"),
     "quantized weights": ({f"{ZERO}stage": 3, f"{ZERO}zero_quantized_weights": True}, "cuda"),
     "an even bucket": ({f"{ZERO}allgather_bucket_size": 1000}, "cpu"),
-    "a fraction of DeepSpeed's Adam": (
-        {
-            f"{ZERO}stage": 3,
-            f"{ZERO}offload_optimizer": {**OFFLOAD, "ratio": 0.5},
-            "optimizer": CPU_ADAM,
-        },
-        "cpu",
-    ),
     "no norm": ({f"{ZERO}compute_grad_norm": False, "gradient_clipping": 0.0}, "cpu"),
     "the same precision": ({"data_types.param_dtype": "bf16"}, "cpu"),
     "the same precision by another name": ({"data_types.param_dtype": "bfloat16"}, "cpu"),
