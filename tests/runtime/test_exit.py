@@ -101,7 +101,8 @@ def test_a_compiler_that_the_signal_has_ended_too_is_no_bug(
     error = InductorError(RuntimeError("C++ compile error\n\nCommand:\ng++"), None)
     assert Ending(progress, debug=False).report(error) == status
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith("train_pretrain: stopped on SIGTERM while") == bool(signal)
+    stopped = "stopped on SIGTERM while the model was compiled (RuntimeError: C++ compile error), "
+    assert lines[-1].startswith(f"train_pretrain: {stopped}") == bool(signal)
     assert len(lines) == 1 or not signal
 
 
