@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
+from minimind.config.parse import parse_flags
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_checkpoint
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
+from minimind.train.teacher import Teacher
 from tests.conftest import Launcher
+from tests.engine.test_eight_bit import most_allocated
 from tests.train.test_fine_tuning import conversations
 from tests.train.test_fine_tuning_transformers import CONFIGS, folder_of
 from tools.runs import events
@@ -161,6 +167,25 @@ def test_a_teacher_that_sees_later_tokens_is_refused(
     flags = {name: given[name] for name in given if name != "vocab_size"}
     with pytest.raises(UsageError, match=r"^teacher = .*attends to later tokens"):
         train({**flags, "teacher": str(folder)}, out_dir=str(tmp_path / "run"))
+
+
+def test_weights_are_read_in_the_dtype_of_products(tmp_path: Path):
+    """The largest is beside them in fp32 while it is read; the digest is that of fp32."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
+    model = MiniMindForCausalLM(MiniMindConfig(**shape, max_position_embeddings=64)).eval()
+    model.save_pretrained(tmp_path)
+    weights = [p.numel() for p in model.parameters()]
+    digests, ids = set(), torch.arange(20).reshape(2, 10)
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        run = parse_flags(["--teacher", str(tmp_path), "--dtype", dtype])
+        teacher = Teacher.of(run)
+        most = most_allocated(lambda teacher=teacher, run=run: teacher.distillation(run, 0))
+        assert size * sum(weights) < most < size * sum(weights) + 8 * max(weights), dtype
+        digests.add(teacher.digest)
+        own = Teacher.of(run).distillation(run, 0).teacher
+        expected = model.to(getattr(torch, dtype))(ids).logits
+        assert torch.equal(own(ids).logits, expected)
+    assert len(digests) == 1
 
 
 def test_plan_counts_the_weights_of_a_teacher(given: Flags, capsys: pytest.CaptureFixture[str]):
