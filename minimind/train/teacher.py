@@ -5,6 +5,7 @@ Every rank has all of it. It is in no checkpoint: a resume reads it again from i
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -16,16 +17,17 @@ from minimind.architecture.hf_models import (
     foreign_config,
     is_bidirectional,
     model_of,
+    require_model,
     require_separate_documents,
 )
+from minimind.architecture.select import OURS
 from minimind.checkpoint.retention import with_best
 from minimind.checkpoint.tensor_files import readable
 from minimind.config.checks import given
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import Tokenizer
-from minimind.errors import UsageError
-from minimind.interop.foreign_config import ARCHITECTURES
+from minimind.errors import CheckpointError, UsageError
 from minimind.interop.job import CONFIG, REPLACE
 from minimind.interop.weights import (
     Weights,
@@ -53,16 +55,23 @@ class Teacher:
     def of(cls, run: RunConfig) -> Teacher:
         """Find the teacher of a run; raise CheckpointError or UsageError as --init_from does.
 
-        A directory of transformers whose architecture our decoder lacks is run by transformers.
+        A directory that our decoder refuses is run by transformers, if transformers has its model.
         """
         place = run.teacher or ""
-        path = with_best(local_model(place))
-        is_described = not is_checkpoint(path) and disk.is_file(path / CONFIG)
-        values = read_foreign_object(path / CONFIG) if is_described else {}
-        if not is_described or values.get("model_type") in ARCHITECTURES:
+        try:
             return cls(place, load_weights_from(place))
-        with readable(path / CONFIG, REPLACE):
-            weights = load_transformers_weights(place, foreign_config(values))
+        except CheckpointError as error:
+            refusal = error
+        path, config = with_best(local_model(place)), None
+        if not is_checkpoint(path) and disk.is_file(path / CONFIG):
+            with readable(path / CONFIG, REPLACE):
+                values = read_foreign_object(path / CONFIG)
+                if values.get("model_type", OURS) != OURS:
+                    config = foreign_config(deepcopy(values))  # which transformers may write into
+                    require_model(values)
+        if config is None:
+            raise refusal
+        weights = load_transformers_weights(place, config)
         return cls(place, replace(weights, tokenizer=find_tokenizer(path)))
 
     def sized(self, run: RunConfig) -> RunConfig:

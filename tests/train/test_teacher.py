@@ -140,9 +140,12 @@ def test_a_teacher_that_cannot_read_the_rows_is_refused(
 
 
 # The config.json of GPT-2 has dropout, which is the student's alone.
-@pytest.mark.parametrize(("kind", "within"), [("llama", 1e-6), ("gpt2", 1e-3)])
-def test_a_teacher_of_transformers(given: Flags, kind: str, within: float, tmp_path: Path):
-    """A Llama is run in our decoder, a GPT-2 in the code of transformers."""
+@pytest.mark.parametrize(("kind", "within"), [("llama", 1e-6), ("mistral", 1e-6), ("gpt2", 1e-3)])
+def test_a_teacher_of_transformers(
+    given: Flags, kind: str, within: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A Llama is run in our decoder; a GPT-2, and a window, in the code of transformers."""
+    monkeypatch.setitem(CONFIGS, "mistral", {**CONFIGS["mistral"], "sliding_window": 16})
     folder = folder_of(tmp_path / kind, kind, template=None)
     flags = {name: given[name] for name in given if name != "vocab_size"}
     more = {"teacher": f"hf:{folder}", "doc_mask": True, "distill_weight": 1.0}
@@ -186,6 +189,14 @@ def test_weights_are_read_in_the_dtype_of_products(tmp_path: Path):
         expected = model.to(getattr(torch, dtype))(ids).logits
         assert torch.equal(own(ids).logits, expected)
     assert len(digests) == 1
+
+
+def test_a_teacher_that_transformers_cannot_build_is_refused(tmp_path: Path):
+    config = folder_of(tmp_path / "llama", "llama", template=None) / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "hidden_act": "nope"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: is refused by transformers .*nope"):
+        Teacher.of(parse_flags(["--teacher", str(tmp_path / "llama")]))
 
 
 def test_plan_counts_the_weights_of_a_teacher(given: Flags, capsys: pytest.CaptureFixture[str]):
