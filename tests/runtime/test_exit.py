@@ -28,7 +28,8 @@ class Part:
         print("torn down", flush=True)
 
 def write(word):
-    time.sleep(0.2)
+    while not threading._SHUTTING_DOWN:
+        time.sleep(0.01)
     print(word + "\\n", end="")
 
 part = Part()
