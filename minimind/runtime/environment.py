@@ -293,7 +293,7 @@ def require_set(environ: Mapping[str, str], names: Iterable[str]) -> None:
 
 def _require_ranks(environ: Mapping[str, str]) -> None:
     """Raise RendezvousError if a rank is missing, or not below the number of processes."""
-    if environ.get("WORLD_SIZE", "1") != "1":
+    if int(environ.get("WORLD_SIZE", "1")) > 1:
         require_set(environ, ("RANK", "LOCAL_RANK"))
     world = _size_above(environ, "RANK", ("WORLD_SIZE",))
     here = _size_above(environ, "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
