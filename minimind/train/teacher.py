@@ -113,7 +113,7 @@ class Teacher:
         digest, tensors = sha256(), self.weights.tensors
         for name in sorted(tensors.shapes):
             digest.update(name.encode())
-            digest.update(tensors.read_as(name, torch.float32).contiguous().numpy())
+            digest.update(tensors.read_as(name, torch.float32).contiguous().numpy().data)
         return digest.hexdigest()
 
     def distillation(self, run: RunConfig, eos_id: int) -> Distillation:
