@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,10 +106,13 @@ class Launcher:
         )
         return Run(out_dir, done.returncode, done.stdout, done.stderr)
 
-    def start(self, out_dir: Path, flags: str = "", processes: int = 2) -> subprocess.Popen[str]:
-        """A run in a process group of its own, to be killed."""
+    def start(
+        self, out_dir: Path, flags: str = "", processes: int = 2, script: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        """A run in a process group of its own, to be killed; `script`: a user's, if it runs one."""
+        shell, program, *words = self.command(out_dir, flags)
         return subprocess.Popen(
-            self.command(out_dir, flags),
+            [shell, program, *script, *words],
             env=self.environment(processes),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -20,9 +20,9 @@ from typing import Any
 from minimind.config.flags import ALONE
 from minimind.config.run_config import CONFIGS
 from minimind.config.yaml_files import load_yaml
-from minimind.errors import RendezvousError, UsageError
+from minimind.errors import UsageError
 from minimind.runtime import disk
-from minimind.runtime.environment import rank_of, require_environment
+from minimind.runtime.environment import rank_of, require_environment, require_set
 from minimind.runtime.urls import masked_text
 
 # Variable -> (field of the Accelerate YAML's deepspeed_config, key of the DeepSpeed JSON).
@@ -103,8 +103,6 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     """Read the launcher's settings from `environ`; without a launcher, rank 0 of 1."""
     require_environment(environ)
     world_size = int(environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        _require(environ, ("RANK", "LOCAL_RANK"))
     source = environ.get("MINIMIND_CONFIG_FILE") or SOURCE
     local = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size
     backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
@@ -194,16 +192,6 @@ def _read_settings(
     return settings
 
 
-def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raise RendezvousError if a variable of `names` is not set."""
-    missing = " and ".join(name for name in names if not environ.get(name))
-    if missing:
-        raise RendezvousError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']} in the environment, without {missing}; set the"
-            " missing variables for every process, or use a launcher (docs/launching.md)"
-        )
-
-
 def _find_config(path: str) -> str:
     """Find a DeepSpeed file relative to the current directory, the project or configs/."""
     places = (Path(path), CONFIGS.parent / path, CONFIGS / path)
@@ -273,7 +261,7 @@ def set_rendezvous_defaults(environ: MutableMapping[str, str]) -> None:
     With WORLD_SIZE above 1, raise RendezvousError if a variable is missing.
     """
     if environ.get("WORLD_SIZE", "1") != "1":
-        _require(environ, ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+        require_set(environ, ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
     elif "MASTER_PORT" not in environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

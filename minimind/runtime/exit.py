@@ -49,7 +49,7 @@ from minimind.runtime.process import (
     read_claim,
     write_torchrun_error,
 )
-from minimind.runtime.terminal import one_line, traceback_text
+from minimind.runtime.terminal import first_lines, one_line, traceback_text
 from minimind.runtime.urls import masked_text
 
 PROGRAM = "train_pretrain"
@@ -159,7 +159,8 @@ class Ending:
         known, stop = known_error(error), self.progress.stop.signal
         if known is None and stop and is_of_compiler(error):
             known = Stopped(
-                f"stopped on {stop} while the model was compiled, without another save; {RUN_AGAIN}"
+                f"stopped on {stop} while the model was compiled ({first_lines(error)}), without"
+                f" another save; {RUN_AGAIN}"
             )
         is_bug = known is None
         reported = known or RunError(str(error) or type(error).__name__)

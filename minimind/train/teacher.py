@@ -5,10 +5,10 @@ Every rank has all of it. It is in no checkpoint: a resume reads it again from i
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
 
 import torch
 
@@ -17,16 +17,17 @@ from minimind.architecture.hf_models import (
     foreign_config,
     is_bidirectional,
     model_of,
+    require_model,
     require_separate_documents,
 )
+from minimind.architecture.select import OURS
 from minimind.checkpoint.retention import with_best
 from minimind.checkpoint.tensor_files import readable
 from minimind.config.checks import given
 from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
 from minimind.data.tokenizer.load import Tokenizer
-from minimind.errors import UsageError
-from minimind.interop.foreign_config import ARCHITECTURES
+from minimind.errors import CheckpointError, UsageError
 from minimind.interop.job import CONFIG, REPLACE
 from minimind.interop.weights import (
     Weights,
@@ -54,16 +55,23 @@ class Teacher:
     def of(cls, run: RunConfig) -> Teacher:
         """Find the teacher of a run; raise CheckpointError or UsageError as --init_from does.
 
-        A directory of transformers whose architecture our decoder lacks is run by transformers.
+        A directory that our decoder refuses is run by transformers, if transformers has its model.
         """
         place = run.teacher or ""
-        path = with_best(local_model(place))
-        is_described = not is_checkpoint(path) and disk.is_file(path / CONFIG)
-        values = read_foreign_object(path / CONFIG) if is_described else {}
-        if not is_described or values.get("model_type") in ARCHITECTURES:
+        try:
             return cls(place, load_weights_from(place))
-        with readable(path / CONFIG, REPLACE):
-            weights = load_transformers_weights(place, foreign_config(values))
+        except CheckpointError as error:
+            refusal = error
+        path, config = with_best(local_model(place)), None
+        if not is_checkpoint(path) and disk.is_file(path / CONFIG):
+            with readable(path / CONFIG, REPLACE):
+                values = read_foreign_object(path / CONFIG)
+                if values.get("model_type", OURS) != OURS:
+                    config = foreign_config(deepcopy(values))  # which transformers may write into
+                    require_model(values)
+        if config is None:
+            raise refusal
+        weights = load_transformers_weights(place, config)
         return cls(place, replace(weights, tokenizer=find_tokenizer(path)))
 
     def sized(self, run: RunConfig) -> RunConfig:
@@ -100,36 +108,38 @@ class Teacher:
             )
 
     @cached_property
-    def model(self) -> Any:
-        """The model with its weights, fp32 on the CPU."""
-        model = model_of(self.weights.config)
-        self.weights.fill(model)
-        self.weights.release()
-        return model.eval().requires_grad_(False)
-
-    @cached_property
     def digest(self) -> str:
-        """SHA-256 of its weights, whatever their place and format."""
-        digest = sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
+        """SHA-256 of its weights in fp32, whatever their place and format."""
+        digest, tensors = sha256(), self.weights.tensors
+        for name in sorted(tensors.shapes):
             digest.update(name.encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensors.read_as(name, torch.float32).contiguous().numpy().data)
         return digest.hexdigest()
 
     def distillation(self, run: RunConfig, eos_id: int) -> Distillation:
-        """The loss of the run, with the model in fp32 on the CPU."""
+        """The loss of the run, with the model on the CPU, read in the dtype that it computes in."""
         weight, temperature = run.distill_weight, run.distill_temperature
         name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {self.digest[:8]}"
         if temperature != 1:
             name += f" at temperature {temperature:g}"
-        if isinstance(self.weights.config, MiniMindConfig):
-            self.model.config.doc_mask = False  # the arguments of the model say where they start
-        elif is_bidirectional(self.model):
+        config, dtype = self.weights.config, getattr(torch, run.weight_dtype)
+        is_ours = isinstance(config, MiniMindConfig)
+        if is_ours:  # its tables survive `to_empty`
+            with torch.device("meta"):
+                model = model_of(config).to(dtype)
+            model.to_empty(device="cpu").tie_weights()
+            model.config.doc_mask = False  # the arguments of the model say where they start
+        else:
+            model = model_of(config)  # in fp32, in which it is looked at below
+        self.weights.fill(model)
+        self.weights.release()
+        model.eval().requires_grad_(False)
+        if not is_ours and is_bidirectional(model):
             raise UsageError(
-                f"{given(run, 'teacher')}: {type(self.model).__name__} attends to later tokens;"
-                " name a causal language model"
+                f"{given(run, 'teacher')}: {type(model).__name__} attends to later tokens; name a"
+                " causal language model"
             )
-        elif run.doc_mask:
-            require_separate_documents(self.model)
+        if not is_ours and run.doc_mask:
+            require_separate_documents(model)
         by_eos = run.doc_mask and run.task == "pretrain"
-        return Distillation(self.model, name, weight, temperature, eos_id if by_eos else None)
+        return Distillation(model.to(dtype), name, weight, temperature, eos_id if by_eos else None)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.checkpoint.run_folder import lock_out_dir, require_writable
+from minimind.checkpoint.directory import OWNER
+from minimind.checkpoint.run_folder import lock_before_imports, lock_out_dir, require_writable
+from minimind.config.parse import parse_flags
 from minimind.errors import LockedError, StorageError
 from minimind.report.run_logger import RunLogger
 from minimind.runtime.durable_files import Metrics, read_small
@@ -55,6 +57,30 @@ def test_a_folder_in_use_is_refused_before_the_imports(tmp_path):
         )
     assert done.stdout == "8 False\n", done.stderr
     assert "error[E_LOCKED]" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "rank", "owner"),
+    [
+        ("", 0, False),
+        ("", 1, False),
+        ("--dry_run", 0, False),
+        ("--mirror s3://bucket/run", 0, False),
+        ("", 0, True),  # the folder is itself a mirror
+    ],
+)
+def test_only_rank_0_of_a_run_without_a_mirror_locks_a_folder_early(tmp_path, words, rank, owner):
+    run = parse_flags(["--out_dir", str(tmp_path / "out"), *words.split()])
+    assert lock_before_imports(run, rank) is None
+    assert not (tmp_path / "out").exists()
+    with lock_out_dir(tmp_path / "out"):
+        if owner:
+            (tmp_path / "out" / OWNER).write_text("")
+        if words or rank or owner:
+            assert lock_before_imports(run, rank) is None
+        else:
+            with pytest.raises(LockedError):
+                lock_before_imports(run, rank)
 
 
 def test_a_line_of_metrics_that_cannot_be_written_names_the_file(tmp_path, full):

@@ -52,8 +52,8 @@ def begin(launch: Launcher) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`launch.start`, with nothing left behind when a test fails."""
     runs: list[tuple[subprocess.Popen[str], Path]] = []
 
-    def start(out_dir: Path, flags: str) -> subprocess.Popen[str]:
-        runs.append((launch.start(out_dir, flags), out_dir))
+    def start(out_dir: Path, flags: str, *script: str) -> subprocess.Popen[str]:
+        runs.append((launch.start(out_dir, flags, script=script), out_dir))
         return runs[-1][0]
 
     yield start
@@ -137,12 +137,14 @@ def test_a_lost_rank_ends_the_run_and_is_named_first(
 def test_a_stop_signal_saves_once_with_75_and_meanwhile_no_one_else_gets_in(
     begin, forked: Launcher, tmp_path: Path
 ):
-    """The script and the launcher get one each.
+    """run_accelerate.sh, which runs a script of the user's, and the launcher get one each.
 
     Also: tables come at their own interval, between step lines that are further apart.
     """
     flags = "--max_steps 9000 --log_interval 4 --profile --profile_interval 2"
-    started = begin(tmp_path, flags)
+    program = "import sys, minimind\nprint('mine')\nsys.exit(minimind.train(sys.argv[1:]))\n"
+    (tmp_path / "mine.py").write_text(program)
+    started = begin(tmp_path, flags, str(tmp_path / "mine.py"))
     wait_for(started, tmp_path, '"step": 8,')
     intruder = forked.run(tmp_path, flags, processes=1)
     assert intruder.status == 8
@@ -155,6 +157,7 @@ def test_a_stop_signal_saves_once_with_75_and_meanwhile_no_one_else_gets_in(
     assert left_over(tmp_path) == []
     stopped = Run(tmp_path, started.returncode, "", output)
     assert stopped.status == 75, output
+    assert "mine\n" in shown
     assert "stopped on SIGUSR1, saved at step" in shown  # not the TERM that it is passed on as
     (saved,) = stopped.events("checkpoint_saved")
     (end,) = stopped.events("exit")

@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minimind.engine.op_build_lock import MAX_WAIT
 from minimind.model.configuration import MiniMindConfig
 from tests.distributed.adapters import CASES, LAST, SAVED
 from tools.engines import FROZEN, LENGTH, ORDER, TINY, WithFrozenParts, text
-from tools.forking import Nursery
+from tools.forking import SILENT, Nursery
 
 pytestmark = pytest.mark.launch
 WRAPPERS = {
@@ -74,10 +75,12 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: name.startswith("3") or " -> 3" in name)
 
 
-def studied(nursery: Nursery, directory: Path, names: Iterable[str]) -> dict[str, Any]:
-    out = directory / "found.json"
+def studied(
+    nursery: Nursery, directory: Path, names: Iterable[str], seconds: float = SILENT
+) -> dict[str, Any]:
+    out, module = directory / "found.json", "tests.distributed.adapters"
     words = [str(out), *in_order(names)]
-    statuses, _, report = nursery.run("tests.distributed.adapters", words, directory / "ranks")
+    statuses, _, report = nursery.run(module, words, directory / "ranks", seconds=seconds)
     assert statuses == [0, 0], report[-3000:]
     return json.loads(out.read_text())
 
@@ -89,9 +92,10 @@ def plain(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture(scope="module")
 def more(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The rest, a source before what goes on from it."""
+    """The rest, a source before what goes on from it; the first time an op is compiled."""
     names = [name for name in CASES if name not in SHORT or name in SOURCES]
-    return studied(nursery, tmp_path_factory.mktemp("more"), [*names, *LONG_CROSSINGS])
+    place = tmp_path_factory.mktemp("more")
+    return studied(nursery, place, [*names, *LONG_CROSSINGS], MAX_WAIT + SILENT)
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from minimind.model.causal_lm import MiniMindForCausalLM
 from tests.data.tokenizer.test_hf_tokenizer import byte_level
 from tests.data.tokenizer.test_tokenizer import verse
 from tests.faults import tiny
-from tools.runs import events
+from tools.forking import Nursery
+from tools.runs import config_of_stage, events
 
 train: Any = minimind.train  # a module that is called
 OLD, ADDED, SPARE = 512, 30, 20
@@ -126,15 +127,19 @@ def test_transformers_reads_an_export_with_the_same_ids_and_logits(
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def run(places: Path, out_dir: Path, status: int = 0, **more: Any) -> list[dict[str, Any]]:
-    """The steps of a run from the extended model."""
-    flags = {
-        **{"data_path": [str(places / "text.jsonl")], "init_from": str(places / "untied-grown")},
+def flags_of(places: Path, out_dir: Path, **more: Any) -> dict[str, Any]:
+    """Those of a run from the extended model."""
+    return {
+        **{"data_path": str(places / "text.jsonl"), "init_from": str(places / "untied-grown")},
         **{"cache_dir": str(places / "cache"), "out_dir": str(out_dir), "max_steps": 4},
         **{"deepspeed_config": "none", "device": "cpu", "dtype": "float32", "eval_rows": 0},
         **{"batch_size": 4, "log_interval": 1, "save_interval": 2, "ema": 0.9, **more},
     }
-    assert train(flags) == status
+
+
+def run(places: Path, out_dir: Path, status: int = 0, **more: Any) -> list[dict[str, Any]]:
+    """The steps of a run from the extended model."""
+    assert train(flags_of(places, out_dir, **more)) == status
     return events(out_dir, "step")
 
 
@@ -152,6 +157,25 @@ def test_moments_have_the_rows_and_a_resumed_run_is_the_unbroken_one(places: Pat
     assert [[one[f] for f in fields] for one in parts] == [
         [one[f] for f in fields] for one in whole
     ]
+
+
+@pytest.mark.long
+@pytest.mark.launch
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_two_processes_train_as_one(
+    stage: int | None, places: Path, nursery: Nursery, tmp_path: Path
+):
+    alone = run(places, tmp_path / "one")
+    config = "none" if stage is None else config_of_stage(stage, tmp_path)
+    flags = flags_of(places, tmp_path / "two", batch_size=2, deepspeed_config=config)
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    statuses, _, said = nursery.run("train_pretrain", words, tmp_path / "ranks")
+    assert statuses == [0, 0], said
+    both = events(tmp_path / "two", "step")
+    assert len(both) == len(alone) == 4
+    for name in ("loss", "grad_norm"):
+        expected = pytest.approx([step[name] for step in alone], rel=1e-6)
+        assert [step[name] for step in both] == expected, name
 
 
 def test_the_rest_can_be_frozen(places: Path, tmp_path: Path):

@@ -54,6 +54,7 @@ def test_a_number_that_is_none_is_reported_by_name_and_value(name: str, value: s
         ({"MASTER_ADDR": "a/b"}, "no name and no IP"),
         ({"RANK": "5"}, "RANK is 5 in the environment and WORLD_SIZE is not set.*; unset RANK"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 .* WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 .*, without RANK and LOCAL_RANK; set the missing"),
         ({**TWO, "RANK": "2"}, "RANK is 2 .* WORLD_SIZE is 2"),
         ({**TWO, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1 .* LOCAL_WORLD_SIZE is 1"),
         ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE is 2 .*more than the 1 processes"),

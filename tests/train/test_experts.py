@@ -224,7 +224,7 @@ def test_in_200_steps_the_loss_falls_and_the_load_comes_within_twice_of_even(
     flags: dict[str, Any], tmp_path: Path
 ):
     """Stopped halfway and resumed it is the same bit for bit; without the loss it never is even."""
-    longer = {**flags, "max_steps": 200, "batch_size": 8, "max_seq_len": 64}
+    longer = {**flags, "max_steps": 200, "warmup_steps": 10, "batch_size": 8, "max_seq_len": 64}
     train(longer, out_dir=str(tmp_path / "whole"))
     report = events(tmp_path / "whole", "step")
     assert report[-1]["loss"] < report[0]["loss"] / 2

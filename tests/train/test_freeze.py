@@ -156,7 +156,13 @@ def test_other_parameters_are_another_run_that_allow_change_lets_through(
     before = weights_of(out_dir)
     with pytest.raises(CheckpointError, match=r"freeze.*--allow_change lr"):
         run(places, out_dir, freeze=patterns, ema=0.9)
-    steps = run(places, out_dir, freeze=patterns, ema=0.9, allow_change="lr")
+    run(places, out_dir, 75, freeze=patterns, ema=0.9, allow_change="lr", stop_at_step=4)
+    # The moments of what is thawed are of one gradient, and corrected as if they were of four.
+    name = "model.layers.0.mlp.up_proj.weight"
+    first = (weights_of(out_dir)[name] - before[name] * (1 - 0.1 * RATE)).abs() / RATE
+    of_one = (0.1 / (1 - 0.9**4)) / (0.05 / (1 - 0.95**4)) ** 0.5
+    assert float(first.median()) == pytest.approx(of_one, rel=1e-2)  # eps beside clipped gradients
+    steps = run(places, out_dir, freeze=patterns, ema=0.9)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     after = weights_of(out_dir)
     stays = {name for name in before if torch.equal(before[name], after[name])}

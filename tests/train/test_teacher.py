@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
+from minimind.config.parse import parse_flags
 from minimind.errors import CheckpointError, UsageError
 from minimind.inference.load_model import load_checkpoint
+from minimind.model.causal_lm import MiniMindForCausalLM
+from minimind.model.configuration import MiniMindConfig
+from minimind.train.teacher import Teacher
 from tests.conftest import Launcher
+from tests.engine.test_eight_bit import most_allocated
 from tests.train.test_fine_tuning import conversations
 from tests.train.test_fine_tuning_transformers import CONFIGS, folder_of
 from tools.runs import events
@@ -134,9 +140,12 @@ def test_a_teacher_that_cannot_read_the_rows_is_refused(
 
 
 # The config.json of GPT-2 has dropout, which is the student's alone.
-@pytest.mark.parametrize(("kind", "within"), [("llama", 1e-6), ("gpt2", 1e-3)])
-def test_a_teacher_of_transformers(given: Flags, kind: str, within: float, tmp_path: Path):
-    """A Llama is run in our decoder, a GPT-2 in the code of transformers."""
+@pytest.mark.parametrize(("kind", "within"), [("llama", 1e-6), ("mistral", 1e-6), ("gpt2", 1e-3)])
+def test_a_teacher_of_transformers(
+    given: Flags, kind: str, within: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A Llama is run in our decoder; a GPT-2, and a window, in the code of transformers."""
+    monkeypatch.setitem(CONFIGS, "mistral", {**CONFIGS["mistral"], "sliding_window": 16})
     folder = folder_of(tmp_path / kind, kind, template=None)
     flags = {name: given[name] for name in given if name != "vocab_size"}
     more = {"teacher": f"hf:{folder}", "doc_mask": True, "distill_weight": 1.0}
@@ -161,6 +170,33 @@ def test_a_teacher_that_sees_later_tokens_is_refused(
     flags = {name: given[name] for name in given if name != "vocab_size"}
     with pytest.raises(UsageError, match=r"^teacher = .*attends to later tokens"):
         train({**flags, "teacher": str(folder)}, out_dir=str(tmp_path / "run"))
+
+
+def test_weights_are_read_in_the_dtype_of_products(tmp_path: Path):
+    """The largest is beside them in fp32 while it is read; the digest is that of fp32."""
+    shape = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
+    model = MiniMindForCausalLM(MiniMindConfig(**shape, max_position_embeddings=64)).eval()
+    model.save_pretrained(tmp_path)
+    weights = [p.numel() for p in model.parameters()]
+    digests, ids = set(), torch.arange(20).reshape(2, 10)
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        run = parse_flags(["--teacher", str(tmp_path), "--dtype", dtype])
+        teacher = Teacher.of(run)
+        most = most_allocated(lambda teacher=teacher, run=run: teacher.distillation(run, 0))
+        assert size * sum(weights) < most < size * sum(weights) + 8 * max(weights), dtype
+        digests.add(teacher.digest)
+        own = Teacher.of(run).distillation(run, 0).teacher
+        expected = model.to(getattr(torch, dtype))(ids).logits
+        assert torch.equal(own(ids).logits, expected)
+    assert len(digests) == 1
+
+
+def test_a_teacher_that_transformers_cannot_build_is_refused(tmp_path: Path):
+    config = folder_of(tmp_path / "llama", "llama", template=None) / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "hidden_act": "nope"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: is refused by transformers .*nope"):
+        Teacher.of(parse_flags(["--teacher", str(tmp_path / "llama")]))
 
 
 def test_plan_counts_the_weights_of_a_teacher(given: Flags, capsys: pytest.CaptureFixture[str]):
