@@ -114,7 +114,8 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         context.corruption.go_back(resumed.state.step)
         saver.good = context.corruption.good
     context.batches.close()
-    batches = build_batches(context.run, context.engine, context.prepared, after)
+    records = context.plan.teacher and context.plan.teacher.rows
+    batches = build_batches(context.run, context.engine, context.prepared, after, records)
     context.cleanup.callback(batches.close)
     spikes = guard.restored(batches, resumed, detector.rollbacks + 1)
     skipped = replace(context.skipped, order=after, batches_at=batches.at, pending=[])

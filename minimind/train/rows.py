@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minimind.architecture.select import Architecture
 from minimind.config.flags import MOST_LEFT_OUT, VAL_LOSS
@@ -20,6 +20,9 @@ from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.engine.build import Engine
 from minimind.errors import DataError, TooFewRows, UsageError
 from minimind.train.text import Text
+
+if TYPE_CHECKING:
+    from minimind.data.shards.teacher_rows import TeacherRows
 
 
 def plan_rows(
@@ -180,8 +183,14 @@ def _check_enough_answers(
     )
 
 
-def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
-    """Return this rank's micro-batches in an order."""
+def build_batches(
+    run: RunConfig,
+    engine: Engine,
+    prepared: Prepared,
+    order: Order,
+    records: TeacherRows | None = None,
+) -> Batches:
+    """Return this rank's micro-batches in an order, with the records of a teacher if it has any."""
     if run.stages:
         from minimind.data.rows.stages import StagedOrder
 
@@ -192,10 +201,16 @@ def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Ord
             order,
             lambda number: _batches_of(parts[number][0].run, engine, prepared, parts[number][1]),
         )
-    return _batches_of(run, engine, prepared, order)
+    return _batches_of(run, engine, prepared, order, records)
 
 
-def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
+def _batches_of(
+    run: RunConfig,
+    engine: Engine,
+    prepared: Prepared,
+    order: Order,
+    records: TeacherRows | None = None,
+) -> Batches:
     return Batches(
         prepared.train,
         order,
@@ -205,4 +220,5 @@ def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order
         engine.parallel.data_size,
         engine.device,
         run.num_workers,
+        records,
     )
