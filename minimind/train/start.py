@@ -31,7 +31,6 @@ from minimind.engine.build import require_accepted
 from minimind.errors import UsageError
 from minimind.runtime import disk
 from minimind.runtime.environment import environment_kept
-from minimind.runtime.hub import local_model
 from minimind.train.auto_values import numbers_to_resume, with_auto_values
 from minimind.train.evaluate import read_sample_prompts
 from minimind.train.initial_weights import InitialModel, fine_tuned, read_initial
@@ -172,6 +171,7 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
 def teacher_of(run: RunConfig) -> Teacher | TeacherFolder:
     """The model that --teacher names, or the folder with its records."""
     from minimind.data.shards.teacher_rows import NAME, TeacherRows
+    from minimind.runtime.hub import local_model
 
     place = run.teacher or ""
     if disk.is_file((path := with_best(local_model(place))) / NAME):
