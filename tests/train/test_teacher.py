@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,8 @@ import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config
+from minimind.config.run_config import MARGIN, PATIENCE
+from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.load_model import load_checkpoint
 from minimind.train.start import decide
@@ -221,6 +224,36 @@ def test_a_run_from_records_resumes_bit_for_bit_also_when_they_have_moved(
     assert train({**half, "teacher": str(moved), "num_workers": 1}) == 0
     assert curve(tmp_path / "half") == curve(tmp_path / "whole")
     assert val_losses(tmp_path / "half") == val_losses(tmp_path / "whole")
+
+
+def test_a_spike_has_its_rows_and_a_rollback_the_records_of_those_after_it(
+    records: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flags = {**records, "max_steps": 40, "spike_guard": True, "spike_window": 16}
+    flags |= {"save_interval": 10, "distill_weight": 0.1, "resume": "none"}
+    with ExitStack() as cleanup:
+        run = build_config(flags, "test")
+        _, order, _ = decide(run, read_launch(os.environ), cleanup, tokenize=True).rows()
+    bad, read = order.rows_for(30, 0, 1, PATIENCE), TokenShards.read_rows
+
+    def read_rows(self: TokenShards, places: np.ndarray, row_tokens: int) -> np.ndarray:
+        rows = read(self, places, row_tokens)
+        if self._paths[0].name.startswith("train"):
+            rows[np.isin(places, bad)] = 599
+        return rows
+
+    monkeypatch.setattr(TokenShards, "read_rows", read_rows)
+    assert train(flags, out_dir=str(tmp_path / "run")) == 0
+    (rolled,) = events(tmp_path / "run", "rolled_back")
+    assert rolled["steps"] == [31 - MARGIN, 30 + PATIENCE]
+    spikes = events(tmp_path / "run", "spike_skipped")
+    assert [event["step"] for event in spikes] == [*range(31, 31 + PATIENCE)]
+    for event in spikes:
+        assert event["rows"]
+        assert {row["row"] for row in event["rows"]} <= {*bad.tolist()}
+    # The rows after those that were left out have their own records.
+    steps = {line["step"]: line["loss"] for line in events(tmp_path / "run", "step")}
+    assert max(steps[step] for step in range(31, 41)) < steps[1]
 
 
 @pytest.mark.parametrize(
