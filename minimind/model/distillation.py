@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +80,7 @@ class Distillation:
     weight: float  # of the KL divergence; the cross-entropy has the rest
     temperature: float
     eos_id: int | None  # at which the documents of a row start; None: they see one another
+    rows: None = None  # has no records
 
     def of(self, inputs: dict[str, Tensor], _: Tensor | None = None) -> DistilledLoss:
         """The loss of logits and targets for these arguments of the student.
@@ -107,14 +107,14 @@ class Distillation:
 class RecordedDistillation:
     """The loss of a run whose rows have records of a teacher after their tokens."""
 
-    unpacked: Callable[[Tensor], tuple[Tensor, Tensor]]  # log-probabilities and ids of records
+    rows: Any  # the TeacherRows
     name: str
     weight: float
     temperature: float
-    vocab_size: int
     teacher: None = None  # no model computes
 
     def of(self, _: dict[str, Tensor], records: Tensor) -> RecordedLoss:
         """The loss of logits and targets of rows with these records."""
-        log_probs, ids = self.unpacked(records)
-        return RecordedLoss(log_probs, self.weight, self.temperature, ids, self.vocab_size)
+        log_probs, ids = self.rows.unpacked(records)
+        ids_of_all = self.rows.facts["vocab_size"]
+        return RecordedLoss(log_probs, self.weight, self.temperature, ids, ids_of_all)

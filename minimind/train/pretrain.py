@@ -326,7 +326,7 @@ def build_context(
     saver.had_rules = had_rules(root.parent, saver.rules)  # before config.yaml is replaced
     if mirror:
         mirror.begin(resumed)
-    batches = build_batches(run, engine, prepared, order, plan.teacher and plan.teacher.rows)
+    batches = build_batches(run, engine, prepared, order)
     held_out = held_out_of(run, prepared, order, schedule.total_steps)
     held_out.begin_with(resumed.eval_rows)
     if held_out.loss_weights is not None:

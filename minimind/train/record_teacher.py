@@ -56,8 +56,8 @@ def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
     if top_k > vocab_size:
         raise UsageError(f"--top_k {top_k}: the tokenizer has {vocab_size} ids; give at most these")
     facts: dict[str, Any] = facts_of(run, prepared.tokenizer, prepared)
-    facts |= {"teacher": teacher.digest, "dtype": run.dtype, "top_k": top_k}
-    facts |= {"vocab_size": vocab_size}
+    facts |= {"teacher": teacher.digest, "dtype": run.dtype}
+    facts |= {"top_k": top_k, "vocab_size": vocab_size}
     device = torch.device(plan.setup.device)
     set_numerics(device.type, run.deterministic, run.tf32)
     distillation = teacher.distillation(run, prepared.tokenizer.eos_id)

@@ -114,8 +114,7 @@ def go_back(context: RunContext) -> tuple[RunContext, Resumed]:
         context.corruption.go_back(resumed.state.step)
         saver.good = context.corruption.good
     context.batches.close()
-    records = context.plan.teacher and context.plan.teacher.rows
-    batches = build_batches(context.run, context.engine, context.prepared, after, records)
+    batches = build_batches(context.run, context.engine, context.prepared, after)
     context.cleanup.callback(batches.close)
     spikes = guard.restored(batches, resumed, detector.rollbacks + 1)
     skipped = replace(context.skipped, order=after, batches_at=batches.at, pending=[])

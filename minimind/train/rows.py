@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minimind.architecture.select import Architecture
 from minimind.config.flags import MOST_LEFT_OUT, VAL_LOSS
@@ -20,9 +20,6 @@ from minimind.data.shards.conversation_shards import ConversationShards
 from minimind.engine.build import Engine
 from minimind.errors import DataError, TooFewRows, UsageError
 from minimind.train.text import Text
-
-if TYPE_CHECKING:
-    from minimind.data.shards.teacher_rows import TeacherRows
 
 
 def plan_rows(
@@ -183,14 +180,8 @@ def _check_enough_answers(
     )
 
 
-def build_batches(
-    run: RunConfig,
-    engine: Engine,
-    prepared: Prepared,
-    order: Order,
-    records: TeacherRows | None = None,
-) -> Batches:
-    """Return this rank's micro-batches in an order, with the records of a teacher if it has any."""
+def build_batches(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
+    """Return this rank's micro-batches in an order."""
     if run.stages:
         from minimind.data.rows.stages import StagedOrder
 
@@ -201,16 +192,10 @@ def build_batches(
             order,
             lambda number: _batches_of(parts[number][0].run, engine, prepared, parts[number][1]),
         )
-    return _batches_of(run, engine, prepared, order, records)
+    return _batches_of(run, engine, prepared, order)
 
 
-def _batches_of(
-    run: RunConfig,
-    engine: Engine,
-    prepared: Prepared,
-    order: Order,
-    records: TeacherRows | None = None,
-) -> Batches:
+def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order) -> Batches:
     return Batches(
         prepared.train,
         order,
@@ -220,5 +205,5 @@ def _batches_of(
         engine.parallel.data_size,
         engine.device,
         run.num_workers,
-        records,
+        engine.distillation and engine.distillation.rows,
     )

@@ -49,7 +49,6 @@ class Teacher:
 
     place: str
     weights: Weights
-    rows: None = None  # it computes, where a `TeacherFolder` has records of rows
 
     @classmethod
     def of(cls, run: RunConfig) -> Teacher:

@@ -59,9 +59,7 @@ class TeacherFolder:
         name += f" {facts['top_k']} ids and the rest (records {self.digest[:8]})"
         if temperature != 1:
             name += f" at temperature {temperature:g}"
-        return RecordedDistillation(
-            self.rows.unpacked, name, weight, temperature, facts["vocab_size"]
-        )
+        return RecordedDistillation(self.rows, name, weight, temperature)
 
 
 def facts_of(run: RunConfig, tokenizer: Tokenizer, prepared: Prepared | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,7 +118,8 @@ def test_padding_has_zeros_as_records_and_no_part_in_the_loss():
     def unpacked(records: Tensor) -> tuple[Tensor, Tensor]:
         return records.view(1, 7, 4).float(), records.view(1, 7, 4)[..., 1:]
 
-    loss = RecordedDistillation(unpacked, "", 1.0, 2.0, 40).of({}, torch.zeros(1, 28).long())
+    rows = SimpleNamespace(unpacked=unpacked, facts={"vocab_size": 40})
+    loss = RecordedDistillation(rows, "", 1.0, 2.0).of({}, torch.zeros(1, 28).long())
     leaf = STUDENT[:1].clone().requires_grad_()
     found = loss(leaf, torch.full((1, 7), IGNORED))
     found.sum().backward()

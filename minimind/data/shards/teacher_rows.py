@@ -68,7 +68,7 @@ class TeacherRows:
             raise type(error)(f"{folder / NAME}: {error}; write the folder again") from error
         rows = cls(folder, facts)
         require_hash(folder / SUMS, facts["sums"])
-        if (size := disk.stat(folder / ROWS).st_size) != facts["rows"] * rows.row_bytes:
+        if (size := disk.stat(folder / ROWS).st_size) != rows.bytes:
             raise changed(folder / ROWS, f"its {size:,} bytes are not the {rows.bytes:,}")
         return rows
 
