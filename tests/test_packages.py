@@ -105,7 +105,8 @@ OFF = """
     runtime.filesystem runtime.download runtime.object_cache cli sweep config.stages
     data.rows.stages data.prepare.mixed config.tasks train.patience train.rollback train.scores
     inference.scores inference.own_tasks inference.questions inference.lm_eval_tasks
-    inference.shared_lm train.teacher model.distillation
+    inference.shared_lm train.teacher train.teacher_folder train.record_teacher model.distillation
+    data.shards.teacher_rows
 """.split()
 OF_OFF = {
     "bitsandbytes",

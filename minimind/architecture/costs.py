@@ -43,7 +43,8 @@ class Layout:
     moments: int = 2  # fp32 numbers kept per weight; Muon keeps one fewer for matrices of blocks
     # full, chunked, or auto: chunked on a GPU if nothing is compiled; or MODULE:FUNCTION
     loss: str = "full"
-    teacher: int = 0  # weights of --teacher, of which every process has all
+    # Weights of --teacher, of which every process has all; None without it, 0 for its records.
+    teacher: int | None = None
     sequence: int = 1  # processes that divide the positions of a row
     tensor: int = 1  # processes that share each matrix of a block
     # Elements at stage 3, DeepSpeed's defaults: of all gathered weights, and of the largest weight
@@ -77,7 +78,7 @@ class Layout:
     @property
     def chunks_loss(self) -> bool:
         """Whether the loss computes LOSS_CHUNK positions at a time."""
-        is_eager_gpu = self.device != "cpu" and not self.is_compiled and not self.teacher
+        is_eager_gpu = self.device != "cpu" and not self.is_compiled and self.teacher is None
         return self.loss == "chunked" or (self.loss == "auto" and is_eager_gpu)
 
 
@@ -119,7 +120,7 @@ def memory(shape: Shape, layout: Layout) -> Memory:
         return replace(needed, update=max(needed.update, saving_bytes(part, ranks)))
     kinds = {None: _plain, 0: _replicated, 1: _partitioned, 2: _partitioned, 3: _sharded}
     needed = kinds[layout.stage](shape, layout, activation_bytes(shape, layout))
-    needed = replace(needed, weights=needed.weights + BYTES[layout.dtype] * layout.teacher)
+    needed = replace(needed, weights=needed.weights + BYTES[layout.dtype] * (layout.teacher or 0))
     average = layout.averages * FP32 * shape.trained.parameters // layout.shards
     extra = _temporaries(shape, layout) if layout.stage != 0 else 0  # there _replicated adds it
     update = needed.update + max(0, extra)
@@ -326,13 +327,14 @@ def _loss_bytes(shape: Shape, layout: Layout, tokens: int) -> int:
     Eager: fp32 log-probabilities and two gradients of that size. Compiled: the logits and their
     gradient in the dtype of products. A loss of the user's own is not compiled. With a teacher: the
     logits of both, two log-probabilities of the student, and four tensors of `kl_div`, all fp32.
+    With records of one: without its logits, as much for those of the student.
     """
     if layout.chunks_loss:
         tokens = min(tokens, LOSS_CHUNK)
     is_fused = layout.is_compiled and ":" not in layout.loss
     per_logit = 2 * layout.product if is_fused else 3 * FP32
-    if layout.teacher:
-        per_logit = 2 * layout.product + 6 * FP32
+    if layout.teacher is not None:
+        per_logit = (2 if layout.teacher else 1) * layout.product + 6 * FP32
     return tokens * shape.vocab_size * per_logit
 
 

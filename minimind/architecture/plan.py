@@ -233,7 +233,7 @@ def plan_text(
     spared = ", less what is frozen" if run.freeze else ""
     padding = run.padded_rows(world_size) - run.rows_per_step(world_size)
     more = f", and {padding * run.max_seq_len:,} of padding" if padding else ""
-    taught = f"; of the teacher {run.teacher_weights:,}" if run.teacher else ""
+    taught = f"; of the teacher {run.teacher_weights:,}" if run.teacher_weights else ""
     lines = [
         f"parameters  {shape.parameters:,}: {run.n_layers} blocks of {shape.layer:,}, embedding"
         f" and head {shape.embedding:,}, all norms {shape.norms:,}{taught}",

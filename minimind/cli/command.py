@@ -322,6 +322,7 @@ def _add_command(subs: Any, name: str, command: type[Command]) -> None:
         add_arguments=add_arguments,
     )
     parser.set_defaults(command_class=command)
+    parser.takes_others = issubclass(command, OfRunFlags)
 
 
 def command_of(args: argparse.Namespace, run_flags: Sequence[str] = ()) -> Command:

@@ -14,6 +14,7 @@ from minimind.cli.command import (
     Cached,
     Group,
     OfRun,
+    OfRunFlags,
     Output,
     argument,
     count_of_bytes,
@@ -567,8 +568,28 @@ def _print_faults(documents: Documents) -> None:
         print(f"? {file}: {fault}")
 
 
+@dataclass(kw_only=True)
+class Logits(OfRunFlags, Output):
+    """Write what a teacher says of the rows of a run, for the --teacher of any number of runs.
+
+    At each target: the likeliest ids with their probabilities, and the probability of all others
+    together. The flags of train_pretrain.py follow a --; of them --teacher is the model, and
+    --batch_size the rows that it reads at once.
+    """
+
+    example = "minimind data logits --out data/big -- --teacher out/big --data_path my_text.jsonl"
+    top_k: int = argument(64, ge=1)
+    """number of ids at each target"""
+
+    def execute(self) -> None:
+        """Write the folder, in this process; print its size, and how much of it the ids have."""
+        from minimind.train.record_teacher import record_teacher
+
+        record_teacher(self.run_flags, self.out, self.force, self.top_k)
+
+
 DATA = Group(
-    "Filter text, inspect prepared data, or find the text of a step of a run.",
+    "Filter text, inspect prepared data, record a teacher, or find the text of a step of a run.",
     INSPECT,
-    {"inspect": Inspect, "filter": Filter, "at": At, "where": Where},
+    {"inspect": Inspect, "filter": Filter, "logits": Logits, "at": At, "where": Where},
 )

@@ -47,8 +47,8 @@ class Plan(OfRunFlags):
         machine = Machine(self.gpus, memory, peak, self.mfu, self.tokens)
 
         def sized(run: RunConfig) -> RunConfig:
-            from minimind.train.teacher import Teacher  # torch
+            from minimind.train.start import teacher_of  # torch
 
-            return Teacher.of(run).sized(run)
+            return teacher_of(run).sized(run)
 
         print(fitted(plan(self.run_flags, machine, sized), LABELED))

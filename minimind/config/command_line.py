@@ -152,6 +152,8 @@ class Parser(argparse.ArgumentParser):
     before its first use, so that a command line costs only the arguments of its own command.
     """
 
+    takes_others = False  # flags of a run, besides its own
+
     def __init__(
         self,
         example: str = "",
@@ -183,7 +185,7 @@ class Parser(argparse.ArgumentParser):
         try:
             return super().parse_known_args(flags + words[end:], namespace)
         except MissingArgument:  # under another name, maybe
-            for word in () if self._subparsers else flags:
+            for word in () if self._subparsers or self.takes_others else flags:
                 if re.match(r"--\w", word) and word.partition("=")[0] not in known.values():
                     raise UsageError(unknown_argument(self, word)) from None
             raise

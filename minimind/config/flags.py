@@ -427,12 +427,13 @@ class Model:
     teacher: str | None = flag(
         None,
         excludes={
-            "loss=chunked": "the loss needs all logits of the teacher",
+            "loss=chunked": "the loss needs all logits",
             "sequence_parallel": "the teacher reads whole rows",
         },
     )
     """place of a model with the same tokenizer, as for --init_from, that the run is distilled from:
-    at each target it also learns the probabilities of this teacher"""
+    at each target it also learns the probabilities of this teacher; or a folder of `minimind data
+    logits`, which has them"""
     distill_weight: float = flag(0.5, ge=0.0, le=1.0, needs="teacher")
     """share W of the teacher in the loss, (1 - W) cross-entropy + W T^2 KL(teacher || student),
     where T is --distill_temperature; 0 is the cross-entropy alone, 1 goes without it"""

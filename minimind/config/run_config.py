@@ -99,7 +99,8 @@ class RunConfig(Engine, Output, Data, Model, Optimizer, Length):
     """All flags of a run. A step is an optimizer step over all processes."""
 
     sources: Mapping[str, Origin] = field(default_factory=dict, compare=False)
-    teacher_weights: int = field(default=0, compare=False)  # their number, once it is known
+    # Their number, once it is known; None without a teacher, 0 for records of one.
+    teacher_weights: int | None = field(default=None, compare=False)
 
     def is_explicit(self, name: str) -> bool:
         """Whether the user set the value: in any source except defaults, rules and presets."""

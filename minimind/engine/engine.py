@@ -34,8 +34,9 @@ from minimind.runtime.collectives import Ranks, collective_backend, lost_peers
 from minimind.runtime.device import HOST, device_kind, widened
 
 if TYPE_CHECKING:
+    from minimind.config.run_config import RunConfig
     from minimind.engine.deepspeed_backend import DeepSpeedBackend
-    from minimind.model.distillation import Distillation
+    from minimind.model.distillation import Distillation, RecordedDistillation
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
 
@@ -60,6 +61,12 @@ def marked_inputs(rows: torch.Tensor, has_starts: bool) -> dict[str, torch.Tenso
     targets = torch.where(rows >= 0, rows, IGNORED)
     inputs = {"input_ids": token_ids(rows)[:, :-1], "shift_labels": targets[:, 1:]}
     return inputs | ({"document_starts": ~rows[:, :-1] >= START} if has_starts else {})
+
+
+def compute_as(run: RunConfig, model: Any, device: torch.device) -> None:
+    """Move a model, whose forward pass then has the dtype of the run's model."""
+    model.to(device, getattr(torch, run.weight_dtype))
+    compute_in(run.dtype, model, device.type)
 
 
 def mean_loss(out: Any, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -133,7 +140,8 @@ class Engine(Ranks):
             from minimind.model.own_loss import OwnLoss
 
             self.trained_loss["own_loss"] = OwnLoss.imported(run.own_loss)
-        self.distillation: Distillation | None = None
+        self.distillation: Distillation | RecordedDistillation | None = None
+        self.row_tokens = run.max_seq_len + 1  # after them a row may have a teacher's record
         # Validation is not compiled: on a GPU our models always compute parts.
         in_parts = self.kind is not HOST and resolved.run.hugging_face is None
         self.eval_chunk_size = LOSS_CHUNK if in_parts else self.loss_chunk_size
@@ -178,11 +186,10 @@ class Engine(Ranks):
         """Let a target count by the weight of its source, none below 1."""
         self.loss_weights = torch.tensor(weights, device=self.device)
 
-    def learn_from(self, distillation: Distillation) -> None:
+    def learn_from(self, distillation: Distillation | RecordedDistillation) -> None:
         """Train with the loss of a teacher, which is moved here and computes as the model does."""
-        run, teacher = self.resolved.run, distillation.teacher
-        teacher.to(self.device, getattr(torch, run.weight_dtype))
-        compute_in(run.dtype, teacher, self.device.type)
+        if distillation.teacher is not None:
+            compute_as(self.resolved.run, distillation.teacher, self.device)
         self.distillation = distillation
 
     def seed(self, step: int, data_rank: int | None = None) -> None:
@@ -277,7 +284,7 @@ class Engine(Ranks):
 
     def _count(self, rows: torch.Tensor) -> torch.Tensor:
         """Number of targets of rows (B, T + 1), with weights those of each source, (sources,)."""
-        of_rows = (rows[:, 1:] >= 0).sum(1)
+        of_rows = (rows[:, 1 : self.row_tokens] >= 0).sum(1)
         if self.loss_weights is None:
             return of_rows.sum()
         by_source = of_rows.new_zeros(len(self.loss_weights))
@@ -297,8 +304,10 @@ class Engine(Ranks):
     def inputs_of(self, rows: torch.Tensor, first: int = 0) -> dict[str, Any]:
         """Arguments of the model in training for rows (B, T + 1) on its device.
 
-        They are the rows of the seeded step from number `first` on. A teacher computes its logits.
+        They are the rows of the seeded step from number `first` on. A teacher computes its logits,
+        or has left a record after the tokens of a row.
         """
+        rows, records = rows.tensor_split([self.row_tokens], dim=1)
         inputs: dict[str, Any] = text_inputs(rows)
         if self.counts_targets:
             inputs = marked_inputs(rows, has_starts=self.is_fine_tuning)
@@ -306,7 +315,7 @@ class Engine(Ranks):
             place = self.resolved.run.seed, self.seeded_step, first, len(rows)
             inputs |= {"dropout": rate, "dropout_keys": row_keys(*place, rows.device)}
         if self.distillation:
-            inputs["own_loss"] = self.distillation.of(inputs)
+            inputs["own_loss"] = self.distillation.of(inputs, records)
         return inputs
 
     @torch.no_grad()

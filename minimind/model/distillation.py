@@ -12,6 +12,8 @@ from torch import Tensor
 from minimind.model.loss import IGNORED, next_token_loss
 from minimind.model.masks import eos_starts
 
+LOWEST = torch.finfo(torch.float32).min  # a logit of no weight; -inf has no gradient
+
 
 @dataclass(frozen=True)
 class DistilledLoss:
@@ -29,14 +31,44 @@ class DistilledLoss:
     def __call__(self, student_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the sums over the targets of each row, float32, (B,)."""
         entropy_B, _ = next_token_loss(student_BTV, targets_BT, by_row=True)
+        student, teacher = self.log_probabilities(student_BTV)
+        kl_BT = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+        kl_B = torch.where(targets_BT == IGNORED, 0.0, kl_BT).sum(-1)
+        return (1 - self.weight) * entropy_B + self.weight * self.temperature**2 * kl_B
+
+    def log_probabilities(self, student_BTV: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the student and of the teacher, float32, of the same classes."""
         ids = min(student_BTV.shape[-1], self.teacher_BTV.shape[-1])
         student, teacher = (
             F.log_softmax(logits[..., :ids].float() / self.temperature, dim=-1)
             for logits in (student_BTV, self.teacher_BTV)
         )
-        kl_BT = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
-        kl_B = torch.where(targets_BT == IGNORED, 0.0, kl_BT).sum(-1)
-        return (1 - self.weight) * entropy_B + self.weight * self.temperature**2 * kl_B
+        return student, teacher
+
+
+@dataclass(frozen=True)
+class RecordedLoss(DistilledLoss):
+    """The same from what was recorded of a teacher: K + 1 log-probabilities in place of its logits.
+
+    K classes are ids, and the last one is all other ids together.
+    """
+
+    ids_BTK: Tensor = field(compare=False)
+    vocab_size: int  # ids of the teacher
+
+    def log_probabilities(self, student_BTV: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of the student and of the teacher, float32, (B, T, K + 1)."""
+        logits = student_BTV[..., : self.vocab_size].float() / self.temperature
+        return in_classes(logits, self.ids_BTK), self.teacher_BTV
+
+
+def in_classes(logits_BTV: Tensor, ids_BTK: Tensor) -> Tensor:
+    """Log-probabilities of the ids, and of all others together, (B, T, K + 1).
+
+    Without others the last is so low that its probability is 0.
+    """
+    rest_BT1 = logits_BTV.scatter(-1, ids_BTK, LOWEST).logsumexp(-1, keepdim=True)
+    return F.log_softmax(torch.cat([logits_BTV.gather(-1, ids_BTK), rest_BT1], -1), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -48,8 +80,9 @@ class Distillation:
     weight: float  # of the KL divergence; the cross-entropy has the rest
     temperature: float
     eos_id: int | None  # at which the documents of a row start; None: they see one another
+    rows: None = None  # has no records
 
-    def of(self, inputs: dict[str, Tensor]) -> DistilledLoss:
+    def of(self, inputs: dict[str, Tensor], _: Tensor | None = None) -> DistilledLoss:
         """The loss of logits and targets for these arguments of the student.
 
         The teacher sees as much of a row as the student does.
@@ -60,3 +93,28 @@ class Distillation:
         with torch.no_grad():
             out = self.teacher(input_ids=ids, document_starts=starts, use_cache=False)
         return DistilledLoss(out.logits, self.weight, self.temperature)
+
+    def recorded(
+        self, inputs: dict[str, Tensor], top_k: int, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (B, T, K + 1) and ids (B, T, K) for a `RecordedLoss`."""
+        logits = self.of(inputs).teacher_BTV[..., :vocab_size].float() / self.temperature
+        ids = logits.topk(top_k).indices
+        return in_classes(logits, ids), ids
+
+
+@dataclass(frozen=True)
+class RecordedDistillation:
+    """The loss of a run whose rows have records of a teacher after their tokens."""
+
+    rows: Any  # the TeacherRows
+    name: str
+    weight: float
+    temperature: float
+    teacher: None = None  # no model computes
+
+    def of(self, _: dict[str, Tensor], records: Tensor) -> RecordedLoss:
+        """The loss of logits and targets of rows with these records."""
+        log_probs, ids = self.rows.unpacked(records)
+        ids_of_all = self.rows.facts["vocab_size"]
+        return RecordedLoss(log_probs, self.weight, self.temperature, ids, ids_of_all)

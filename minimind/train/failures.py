@@ -116,7 +116,7 @@ class SkippedSteps:
         indices = order.rows_for(step - 1, data_rank, data_size).tolist()
         rows, micro_batches = [], self.batches_at(step - 1)
         for number in sorted(of_group):
-            batch = token_ids(micro_batches[number]).tolist()
+            batch = token_ids(micro_batches[number][:, : self.run.max_seq_len + 1]).tolist()
             places = range(number * len(batch), len(indices))  # those after it are padding
             for at, tokens in zip(places, batch, strict=False):
                 place = {"micro_batch": number, "position": first + at, "row": indices[at]}

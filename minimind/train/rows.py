@@ -205,4 +205,5 @@ def _batches_of(run: RunConfig, engine: Engine, prepared: Prepared, order: Order
         engine.parallel.data_size,
         engine.device,
         run.num_workers,
+        engine.distillation and engine.distillation.rows,
     )

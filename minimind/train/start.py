@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from minimind.architecture.select import Architecture
 from minimind.architecture.shape import trained_parameters
 from minimind.checkpoint.resume import read_manifests
+from minimind.checkpoint.retention import with_best
 from minimind.checkpoint.run_folder import require_outputs
 from minimind.config.checks import given, with_epoch
 from minimind.config.deepspeed.backend_choice import Setup, read_setup
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.flags import AUTO
 from minimind.config.launcher_env import Launch, read_launch
+from minimind.config.origin import Origin, Rank
 from minimind.config.rules import can_divide, divided, needs_text
 from minimind.config.run_config import RunConfig
 from minimind.config.run_record import require_rules
@@ -27,6 +29,7 @@ from minimind.data.rows.order import Order
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.engine.build import require_accepted
 from minimind.errors import UsageError
+from minimind.runtime import disk
 from minimind.runtime.environment import environment_kept
 from minimind.train.auto_values import numbers_to_resume, with_auto_values
 from minimind.train.evaluate import read_sample_prompts
@@ -37,6 +40,7 @@ from minimind.train.text import Text, find_text, read_text, with_text
 
 if TYPE_CHECKING:
     from minimind.train.teacher import Teacher
+    from minimind.train.teacher_folder import TeacherFolder
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Plan:
     order: Order | None
     schedule: Schedule | None
     fit: Fit | None = None  # of the micro-batch; None if it was given
-    teacher: Teacher | None = None
+    teacher: Teacher | TeacherFolder | None = None
 
     @property
     def run(self) -> RunConfig:
@@ -104,10 +108,8 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     """
     text, teacher = find_text(run, cleanup), None
     if run.teacher is not None:
-        from minimind.train.teacher import Teacher
-
-        teacher = Teacher.of(run)
-        run = teacher.with_tokenizer(teacher.sized(run), text)
+        teacher = teacher_of(run)
+        run = with_tokenizer_of(teacher, teacher.sized(run), text)
     saved = read_manifests(Path(run.out_dir) / "checkpoints", run.resume)
     initial = read_initial(run, text, saved)
     if run.task == "sft":
@@ -161,9 +163,33 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     if own_loss:
         own_loss.require_sums(model.vocabulary(known))
     if teacher and prepared:
-        teacher.require_fit(known, prepared.tokenizer)
+        teacher.require_fit(known, prepared.tokenizer, prepared)
     resolved = setup.complete(resolved, known, schedule)
     return Plan(setup, resolved, initial, text, prepared, order, schedule, fit, teacher)
+
+
+def teacher_of(run: RunConfig) -> Teacher | TeacherFolder:
+    """The model that --teacher names, or the folder with its records."""
+    from minimind.data.shards.teacher_rows import NAME, TeacherRows
+    from minimind.runtime.hub import local_model
+
+    place = run.teacher or ""
+    if disk.is_file((path := with_best(local_model(place))) / NAME):
+        from minimind.train.teacher_folder import TeacherFolder
+
+        return TeacherFolder(place, TeacherRows.of(path))
+    from minimind.train.teacher import Teacher
+
+    return Teacher.of(run)
+
+
+def with_tokenizer_of(teacher: Teacher | TeacherFolder, run: RunConfig, text: Text) -> RunConfig:
+    """Return the run with the teacher's tokenizer, where nothing else decides it."""
+    decided = run.tokenizer, run.init_from, run.hugging_face, text.folder
+    if any(decided) or teacher.tokenizer_path is None:
+        return run
+    origin = Origin(f"--teacher {teacher.place}", Rank.DATA)
+    return run.with_values(origin, tokenizer=str(teacher.tokenizer_path))
 
 
 def rehearse(run: RunConfig, launch: Launch | None = None) -> Plan:

@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 
@@ -24,8 +25,8 @@ from minimind.architecture.select import OURS
 from minimind.checkpoint.retention import with_best
 from minimind.checkpoint.tensor_files import readable
 from minimind.config.checks import given
-from minimind.config.origin import Origin, Rank
 from minimind.config.run_config import RunConfig
+from minimind.data.prepare.prepared import Prepared
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import CheckpointError, UsageError
 from minimind.interop.job import CONFIG, REPLACE
@@ -41,7 +42,6 @@ from minimind.model.distillation import Distillation
 from minimind.runtime import disk
 from minimind.runtime.checked_json import read_foreign_object
 from minimind.runtime.hub import local_model
-from minimind.train.text import Text
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,14 @@ class Teacher:
             model = model_of(self.weights.config)
         return replace(run, teacher_weights=sum(p.numel() for p in model.parameters()))
 
-    def with_tokenizer(self, run: RunConfig, text: Text) -> RunConfig:
-        """Return the run with the teacher's tokenizer, where nothing else decides it."""
-        decided = run.tokenizer, run.init_from, run.hugging_face, text.folder
-        if any(decided) or self.weights.tokenizer is None:
-            return run
-        path = self.weights.load_tokenizer().path
-        return run.with_values(Origin(f"--teacher {self.place}", Rank.DATA), tokenizer=str(path))
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """Its tokenizer; None if it has none."""
+        return self.weights.tokenizer and self.weights.load_tokenizer().path
 
-    def require_fit(self, run: RunConfig, tokenizer: Tokenizer) -> None:
+    def require_fit(
+        self, run: RunConfig, tokenizer: Tokenizer, prepared: Prepared | None = None
+    ) -> None:
         """Raise UsageError for rows that are too long for it, or a tokenizer that it lacks."""
         length, by = getattr(self.weights.config, POSITIONS), given(run, "teacher")
         if length < run.max_seq_len:

@@ -23,7 +23,7 @@ from minimind.engine.compile import compute_in
 from minimind.model import kernels
 from minimind.model.causal_lm import MiniMindForCausalLM, enable_checkpointing
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.distillation import DistilledLoss
+from minimind.model.distillation import DistilledLoss, RecordedLoss, in_classes
 from minimind.model.dropout import row_keys
 from minimind.model.kernels import has_flex_kernel
 from minimind.model.loss import next_token_loss
@@ -477,13 +477,21 @@ def test_a_teacher_takes_its_weights_at_any_stage_and_logits_as_torchs_tracker_h
         assert weights[1] - weights[0] == 1000 * BYTES[dtype], stage
     student, teacher = torch.randn(2, 2, 64, 2000, dtype=getattr(torch, dtype)).unbind()
     leaf, targets = student.requires_grad_(), torch.zeros(2, 64, dtype=torch.int64)
-    with MemTracker() as tracker:
-        logits = leaf * 1
-        DistilledLoss(teacher * 1, 0.5, 2.0)(logits, targets).sum().backward()
-    (peak,) = tracker.get_tracker_snapshot("peak").values()
-    held = sum(peak[kind] for kind in peak if kind in ("Activation", "Temp"))
-    without = activation_bytes(replace(shape, vocab_size=0), taught)
-    assert held == pytest.approx(activation_bytes(shape, taught) - without, rel=0.01)
+    ids = teacher.float().topk(8).indices
+    records = in_classes(teacher.float(), ids)
+    recorded = replace(taught, teacher=0)
+    assert memory(shape, recorded).weights == weights[0]
+    for layout in (taught, recorded):
+        with MemTracker() as tracker:
+            logits = leaf * 1
+            loss = DistilledLoss(teacher * 1, 0.5, 2.0)
+            if layout is recorded:
+                loss = RecordedLoss(records * 1, 0.5, 2.0, ids * 1, 2000)
+            loss(logits, targets).sum().backward()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+        held = sum(peak[kind] for kind in peak if kind in ("Activation", "Temp"))
+        without = activation_bytes(replace(shape, vocab_size=0), layout)
+        assert held == pytest.approx(activation_bytes(shape, layout) - without, rel=0.01)
 
 
 @pytest.mark.parametrize(

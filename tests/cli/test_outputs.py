@@ -28,6 +28,11 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "prepare": ("prepare --data_path TEXT --vocab_size 600 --out OUT", "--force"),
     "prepare, merged": ("prepare --merge --out OUT", "--force"),
     "data filter": ("data filter TEXT --min_chars 2 --out OUT", "--force"),
+    "data logits": (
+        "data logits --teacher RUN --data_path TEXT --max_seq_len 16 --dtype float32 --device cpu"
+        " --deepspeed_config none --top_k 2 --out OUT",
+        "--force",
+    ),
     "export, llama": ("export --checkpoint RUN --format llama --out OUT", "--force"),
     "export, minimind": ("export --checkpoint RUN --format minimind --out OUT", "--force"),
     "import": ("import --from llama EXPORT --out OUT", "--force"),
@@ -52,6 +57,7 @@ OWN = {
     ("consolidate", "export"),
     ("average", "export"),
     ("data filter", "filtered"),
+    ("data logits", "records"),
     ("export, llama", "export"),
     ("export, minimind", "export"),
     ("import", "export"),
@@ -75,6 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, trained: Trained) -> Path:
         ("prepare", "prepared"),
         ("export, llama", "export"),
         ("data filter", "filtered"),
+        ("data logits", "records"),
         ("tokenizer train", "tokenizer"),
     )
     for name, thing in given:
@@ -107,7 +114,16 @@ def words(place: Path, command: str, out: Path) -> list[str]:
     return [str(named.get(word, word)) for word in command.split()]
 
 
-THINGS = ("run", "prepared", "export", "filtered", "tokenizer", "notes", "model of others")
+THINGS = (
+    "run",
+    "prepared",
+    "export",
+    "filtered",
+    "tokenizer",
+    "records",
+    "notes",
+    "model of others",
+)
 THINGS += ("export with notes", "tokenizer of others in it", "repository", "new repository")
 
 

@@ -87,6 +87,8 @@ COMMANDS = {
     "data filter X/a.jsonl --min_chars 2 --out O": 3,
     "data filter T --min_chars 2 --out X/out": 5,
     "data filter T --decontaminate X/a.jsonl --out O": 3,
+    "data logits --teacher X/run --data_path T --out O": 4,
+    "data logits --teacher . --data_path T --out X/out": 5,
     "data where X/run a:1": 5,
     "data at X/run --step 1": 5,
     "data at --checkpoint X/run --step 1": 5,

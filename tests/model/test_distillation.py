@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,13 @@ from torch import Tensor
 
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.distillation import Distillation, DistilledLoss
+from minimind.model.distillation import (
+    Distillation,
+    DistilledLoss,
+    RecordedDistillation,
+    RecordedLoss,
+    in_classes,
+)
 from minimind.model.loss import IGNORED, next_token_loss
 
 DRAW = torch.Generator().manual_seed(1)
@@ -52,6 +59,73 @@ def test_loss_and_gradient_are_those_of_kl_div(weight: float, temperature: float
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
     assert not leaf.grad[TARGETS == IGNORED].any()
+
+
+def recorded(top_k: int, weight: float, temperature: float) -> RecordedLoss:
+    logits = TEACHER / temperature
+    ids = logits.topk(top_k).indices
+    return RecordedLoss(in_classes(logits, ids), weight, temperature, ids, vocab_size=40)
+
+
+def in_classes_by_hand(
+    student: Tensor, teacher: Tensor, top_k: int, weight: float, temperature: float
+) -> Tensor:
+    """The loss of each row from probabilities, a sum over K ids and the rest at each target."""
+    rows = []
+    for logits, of_teacher, targets in zip(student, teacher, TARGETS, strict=True):
+        loss = torch.zeros((), dtype=torch.float64)
+        for s, t, target in zip(logits, of_teacher, targets.tolist(), strict=True):
+            if target == IGNORED:
+                continue
+            q, p = (one[:40].div(temperature).softmax(-1) for one in (s, t))
+            likeliest = sorted(range(40), key=lambda n: -float(p[n]))[:top_k]
+            others = [n for n in range(40) if n not in likeliest]
+            pairs = [(p[n], q[n]) for n in likeliest]
+            pairs += [(p[others].sum(), q[others].sum())] if others else []
+            divergence = sum(one * (one / other).log() for one, other in pairs)
+            loss = loss - (1 - weight) * s.log_softmax(-1)[target]
+            loss = loss + weight * temperature**2 * divergence
+        rows.append(loss)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 39])
+def test_the_loss_from_records_is_that_of_k_ids_and_the_rest(top_k: int):
+    wide = torch.cat([STUDENT, torch.full((3, 7, 5), 2.0)], dim=-1)  # ids of no token
+    leaf, exact = wide.clone().requires_grad_(), wide.double().requires_grad_()
+    loss = recorded(top_k, 0.4, 2.0)(leaf, TARGETS)
+    expected = in_classes_by_hand(exact, TEACHER.double(), top_k, 0.4, 2.0)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    loss.sum().backward()
+    expected.sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_with_records_of_every_id_it_is_the_loss_of_the_teacher(temperature: float):
+    found, expected = STUDENT.clone().requires_grad_(), STUDENT.clone().requires_grad_()
+    loss = recorded(40, 0.4, temperature)(found, TARGETS)
+    live = DistilledLoss(TEACHER, 0.4, temperature)(expected, TARGETS)
+    torch.testing.assert_close(loss, live, rtol=1e-6, atol=1e-6)
+    loss.sum().backward()
+    live.sum().backward()
+    assert found.grad is not None
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_padding_has_zeros_as_records_and_no_part_in_the_loss():
+    def unpacked(records: Tensor) -> tuple[Tensor, Tensor]:
+        return records.view(1, 7, 4).float(), records.view(1, 7, 4)[..., 1:]
+
+    rows = SimpleNamespace(unpacked=unpacked, facts={"vocab_size": 40})
+    loss = RecordedDistillation(rows, "", 1.0, 2.0).of({}, torch.zeros(1, 28).long())
+    leaf = STUDENT[:1].clone().requires_grad_()
+    found = loss(leaf, torch.full((1, 7), IGNORED))
+    found.sum().backward()
+    assert found.tolist() == [0.0]
+    assert leaf.grad is not None
+    assert not leaf.grad.any()
 
 
 def test_the_gradient_has_the_scale_of_the_cross_entropy_at_any_temperature():

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
-from minimind.config.parse import parse_flags
-from minimind.errors import CheckpointError, UsageError
+from minimind.config.launcher_env import read_launch
+from minimind.config.parse import build_config, parse_flags
+from minimind.config.run_config import MARGIN, PATIENCE
+from minimind.data.shards.token_shards import TokenShards
+from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.load_model import load_checkpoint
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
+from minimind.train.start import decide
 from minimind.train.teacher import Teacher
 from tests.conftest import Launcher
 from tests.engine.test_eight_bit import most_allocated
@@ -52,6 +60,24 @@ def given(cached: Flags, place: Path) -> Flags:
 def student(given: Flags, place: Path) -> Path:
     assert train(given, distill_temperature=2.0, out_dir=str(place / "student")) == 0
     return place / "student"
+
+
+def words(flags: Flags) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def record(flags: Flags, out: Path, top_k: int) -> Path:
+    """The folder that `minimind data logits` writes for a run with these flags."""
+    command = ["data", "logits", "--top_k", str(top_k), "--out", str(out), "--", *words(flags)]
+    assert minimind(command) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def records(given: Flags, place: Path) -> Flags:
+    """The flags with records of 8 ids, at temperature 2, in place of the teacher."""
+    flags = {**given, "distill_temperature": 2.0}
+    return {**flags, "teacher": str(record(flags, place / "records", 8))}
 
 
 def curve(out_dir: Path) -> list[list[float]]:
@@ -115,10 +141,15 @@ def test_a_fine_tuned_teacher_of_a_fine_tuned_student(given: Flags, tmp_path: Pa
     with pytest.raises(UsageError, match="another tokenizer"):
         train(tuned, teacher=given["teacher"], out_dir=str(tmp_path / "refused"))
     losses = []
-    for name, more in (("alone", {}), ("taught", {"teacher": str(tmp_path / "big_chat")})):
+    teacher = {"teacher": str(tmp_path / "big_chat")}
+    vocab_size = load_checkpoint(teacher["teacher"])[0].config.vocab_size
+    folder = record({**tuned, **teacher}, tmp_path / "records", vocab_size)
+    runs = {"alone": {}, "taught": teacher, "recorded": {"teacher": str(folder)}}
+    for name, more in runs.items():
         assert train({**tuned, **more}, out_dir=str(tmp_path / name)) == 0
         losses.append(val_losses(tmp_path / name)[-1])
     assert losses[1] < losses[0]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +168,153 @@ def test_a_teacher_that_cannot_read_the_rows_is_refused(
     with pytest.raises(UsageError, match=words):
         train({**given, **change}, out_dir=str(tmp_path / "refused"))
     assert not (tmp_path / "refused").exists()
+
+
+def test_records_of_every_id_train_as_the_teacher_does(given: Flags, student: Path, tmp_path: Path):
+    """Another batch, seed and order need no other records."""
+    flags = {**given, "distill_temperature": 2.0}
+    folder = record({**flags, "batch_size": 7, "seed": 3}, tmp_path / "records", 600)
+    assert train({**flags, "teacher": str(folder)}, out_dir=str(tmp_path / "run")) == 0
+    for one, other in zip(curve(tmp_path / "run"), curve(student), strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+    assert val_losses(tmp_path / "run") == pytest.approx(val_losses(student), rel=1e-6)
+    shutil.rmtree(folder)  # 98 MB
+
+
+def test_a_step_from_records_is_that_of_float64(
+    given: Flags, records: Flags, student: Path, tmp_path: Path
+):
+    """Rows, probabilities of 8 ids and of the rest, and their loss, all computed anew."""
+    flags = {name: records[name] for name in records if name not in SHAPE}
+    flags |= {"init_from": str(student), "max_seq_len": 32, "distill_weight": 0.7, "max_steps": 1}
+    assert train(flags, out_dir=str(tmp_path / "run")) == 0
+    run = build_config({**flags, "resume": "none"}, "test")
+    with ExitStack() as cleanup:
+        prepared, order, _ = decide(run, read_launch(os.environ), cleanup, tokenize=True).rows()
+    rows = torch.from_numpy(prepared.train.read_rows(order.rows_for(0, 0, 1), 33))
+    with torch.no_grad():
+        of_student, of_teacher = (
+            load_checkpoint(str(place))[0].double()(input_ids=rows[:, :-1]).logits
+            for place in (student, given["teacher"])
+        )
+    losses = []
+    for s, t, target in zip(
+        of_student.flatten(0, 1), of_teacher.flatten(0, 1), rows[:, 1:].flatten(), strict=True
+    ):
+        q, p = (s / 2).softmax(-1), (t / 2).softmax(-1)
+        ids = p.argsort(descending=True)[:8]
+        kl = (p[ids] * (p[ids] / q[ids]).log()).sum()
+        rest = [1 - float(one[ids].sum()) for one in (p, q)]
+        kl += rest[0] * torch.tensor(rest[0] / rest[1]).log()
+        losses.append(-0.3 * s.log_softmax(-1)[target] + 0.7 * 4 * kl)
+    ((loss, _),) = curve(tmp_path / "run")
+    assert loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-6)
+
+
+def test_a_run_from_records_resumes_bit_for_bit_also_when_they_have_moved(
+    given: Flags, records: Flags, tmp_path: Path
+):
+    """With a check for corruption, which reads rows of its own, and rows of padding."""
+    flags = {**records, "verify_interval": 2, "spike_guard": True, "batch_size": 4}
+    flags |= {"global_batch_size": 7, "num_workers": 0}
+    whole, half = str(tmp_path / "whole"), {**flags, "out_dir": str(tmp_path / "half")}
+    assert train(flags, out_dir=whole) == 0
+    assert [one["passed"] for one in events(tmp_path / "whole", "verified")] == [True] * 3
+    assert train(half, stop_at_step=3) == 75
+    for change in ({"teacher": given["teacher"]}, {"distill_weight": 0.4}):
+        with pytest.raises(CheckpointError, match=r"model\.loss: .*allow_change model"):
+            train({**half, **change})
+    moved = shutil.copytree(records["teacher"], tmp_path / "moved")
+    assert train({**half, "teacher": str(moved), "num_workers": 1}) == 0
+    assert curve(tmp_path / "half") == curve(tmp_path / "whole")
+    assert val_losses(tmp_path / "half") == val_losses(tmp_path / "whole")
+
+
+def test_a_spike_has_its_rows_and_a_rollback_the_records_of_those_after_it(
+    records: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flags = {**records, "max_steps": 40, "spike_guard": True, "spike_window": 16}
+    flags |= {"save_interval": 10, "distill_weight": 0.1, "resume": "none"}
+    with ExitStack() as cleanup:
+        run = build_config(flags, "test")
+        _, order, _ = decide(run, read_launch(os.environ), cleanup, tokenize=True).rows()
+    bad, read = order.rows_for(30, 0, 1, PATIENCE), TokenShards.read_rows
+
+    def read_rows(self: TokenShards, places: np.ndarray, row_tokens: int) -> np.ndarray:
+        rows = read(self, places, row_tokens)
+        if self._paths[0].name.startswith("train"):
+            rows[np.isin(places, bad)] = 599
+        return rows
+
+    monkeypatch.setattr(TokenShards, "read_rows", read_rows)
+    assert train(flags, out_dir=str(tmp_path / "run")) == 0
+    (rolled,) = events(tmp_path / "run", "rolled_back")
+    assert rolled["steps"] == [31 - MARGIN, 30 + PATIENCE]
+    spikes = events(tmp_path / "run", "spike_skipped")
+    assert [event["step"] for event in spikes] == [*range(31, 31 + PATIENCE)]
+    for event in spikes:
+        assert event["rows"]
+        assert {row["row"] for row in event["rows"]} <= {*bad.tolist()}
+    # The rows after those that were left out have their own records.
+    steps = {line["step"]: line["loss"] for line in events(tmp_path / "run", "step")}
+    assert max(steps[step] for step in range(31, 41)) < steps[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_seq_len": 16}, "records for max_seq_len = 32, and the run has 16; "),
+        ({"doc_mask": True}, "records for doc_mask = False, and the run has True; "),
+        ({"distill_temperature": 1.0}, r"distill_temperature = 2\.0, and the run has 1\.0; "),
+        ({"data_path": "OTHER", "vocab_size": 560}, "records for tokenizer = "),
+        ({"data_path": "OTHER", "tokenizer": "OF RECORDS"}, "records for text = "),
+    ],
+)
+def test_records_of_another_run_are_refused(
+    records: Flags, tmp_path: Path, change: Flags, words: str
+):
+    if "data_path" in change:
+        other = tmp_path / "other.jsonl"
+        other.write_text("\n".join(json.dumps({"text": f"{n} other text {n}"}) for n in range(900)))
+        prepare = ["prepare", str(other), "--val_fraction", "0.1", "--out", str(tmp_path / "data")]
+        own = change.pop("tokenizer", None) and f"{records['teacher']}/tokenizer"
+        more = ["--tokenizer", own] if own else ["--vocab_size", "560"]
+        assert minimind([*prepare, *more]) == 0
+        change = {**change, "data_path": str(tmp_path / "data")}
+    with pytest.raises(UsageError, match=words):
+        train({**records, **change}, out_dir=str(tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()
+
+
+def test_damaged_records_end_the_run(records: Flags, tmp_path: Path):
+    folder = shutil.copytree(records["teacher"], tmp_path / "records")
+    flags = {**records, "teacher": str(folder)}
+    content = bytearray((folder / "rows.bin").read_bytes())
+    content[::1000] = bytes(len(content[::1000]))
+    (folder / "rows.bin").write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.bin: was changed after it was prepared"):
+        train(flags, out_dir=str(tmp_path / "damaged"))
+    (folder / "rows.bin").write_bytes(content[:-8])
+    with pytest.raises(DataError, match=r"rows\.bin: .* bytes are not the"):
+        train(flags, out_dir=str(tmp_path / "cut"))
+    (folder / "teacher.json").unlink()  # which is written last
+    with pytest.raises(CheckpointError, match="records: "):
+        train(flags, out_dir=str(tmp_path / "none"))
+
+
+def test_records_are_of_a_model_and_of_ids_that_there_are(
+    given: Flags, records: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    plain = {name: given[name] for name in given if name != "teacher"}
+    for flags, top_k, told in (
+        (records, "8", "has records already"),
+        (given, "601", "--top_k 601: the tokenizer has 600 ids"),
+        (plain, "8", "no teacher was named"),
+    ):
+        command = ["data", "logits", "--top_k", top_k, "--out", str(tmp_path / "out")]
+        assert minimind([*command, "--", *words(flags)]) == 2
+        assert told in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 # The config.json of GPT-2 has dropout, which is the student's alone.
@@ -199,16 +377,20 @@ def test_a_teacher_that_transformers_cannot_build_is_refused(tmp_path: Path):
         Teacher.of(parse_flags(["--teacher", str(tmp_path / "llama")]))
 
 
-def test_plan_counts_the_weights_of_a_teacher(given: Flags, capsys: pytest.CaptureFixture[str]):
+def test_plan_counts_the_weights_of_a_teacher(
+    given: Flags, records: Flags, capsys: pytest.CaptureFixture[str]
+):
     words = [f"--{name}={given[name]}" for name in (*SHAPE, "dtype", "device")]
     held = {}
-    for teacher in ([], ["--teacher", given["teacher"]]):
-        assert minimind(["plan", *words, "--deepspeed_config", "none", *teacher]) == 0
+    for teacher in ("", records["teacher"], given["teacher"]):
+        more = ["--teacher", teacher] if teacher else []
+        assert minimind(["plan", *words, "--deepspeed_config", "none", *more]) == 0
         lines = capsys.readouterr().out.splitlines()
-        held[bool(teacher)] = next(line for line in lines if line[:1] == "*").split()[2]
+        held[teacher] = float(next(line for line in lines if line[:1] == "*").split()[2])
     parameters = sum(p.numel() for p in load_checkpoint(given["teacher"])[0].parameters())
     assert f"of the teacher {parameters:,}" in " ".join(lines)
-    more = float(held[True]) - float(held[False])
+    assert held[records["teacher"]] == held[""]
+    more = held[given["teacher"]] - held[""]
     assert more == pytest.approx(4 * parameters / 2**20, abs=0.011)
 
 
@@ -217,7 +399,10 @@ def test_two_processes_train_as_one_at_any_stage(launch: Launcher, given: Flags,
     """Also where they share every matrix of the student, and where a step has rows of padding."""
     wide = {**given, "teacher": None, "dim": 48, "n_layers": 2, "max_seq_len": 64}
     assert train(wide, out_dir=str(tmp_path / "teacher")) == 0
-    flags = f"--dtype float32 --teacher {tmp_path / 'teacher'} --distill_temperature 2"
+    flags, losses = "--dtype float32 --distill_temperature 2 --teacher", {}
+    folder, alone = tmp_path / "records", f"{flags} {tmp_path / 'teacher'} --deepspeed_config none"
+    words = launch.command(tmp_path / "none", alone)[2:]
+    assert minimind(["data", "logits", "--top_k", "8", "--out", str(folder), "--", *words]) == 0
     cases = {
         "one": (1, "--deepspeed_config none --batch_size 4"),
         "stage_2": (2, ""),
@@ -226,11 +411,12 @@ def test_two_processes_train_as_one_at_any_stage(launch: Launcher, given: Flags,
         "padded_one": (1, "--deepspeed_config none --global_batch_size 7 --batch_size 7"),
         "padded_two": (2, "--global_batch_size 7 --batch_size 2"),
     }
-    losses = {}
-    for name, (processes, more) in cases.items():
-        done = launch.run(tmp_path / name, f"{flags} {more}", processes)
-        assert done.status == 0, done.stderr
-        losses[name] = done.losses()
-    for name in ("stage_2", "stage_3", "tensor"):
-        assert losses[name] == pytest.approx(losses["one"], rel=1e-5), name
-    assert losses["padded_two"] == pytest.approx(losses["padded_one"], rel=1e-5)
+    for teacher in ("teacher", "records"):
+        for name, (processes, more) in cases.items():
+            out = tmp_path / f"{teacher}_{name}"
+            done = launch.run(out, f"{flags} {tmp_path / teacher} {more}", processes)
+            assert done.status == 0, done.stderr
+            losses[name] = done.losses()
+        for name in ("stage_2", "stage_3", "tensor"):
+            assert losses[name] == pytest.approx(losses["one"], rel=1e-5), (teacher, name)
+        assert losses["padded_two"] == pytest.approx(losses["padded_one"], rel=1e-5), teacher

@@ -23,6 +23,7 @@ from minimind.runtime.device import device_kind
 
 if TYPE_CHECKING:
     from minimind.data.rows.stages import StagedOrder
+    from minimind.data.shards.teacher_rows import TeacherRows
 
 ROWS_AT_ONCE = 1024  # row indices computed at once, for all steps that they cover
 # Smaller steps are read in blocks: handing over to a thread costs more than reading them.
@@ -96,6 +97,8 @@ class Batches:
     During a step the next one is read and copied to the GPU, on a separate stream from pinned
     memory; small steps in blocks. Each of `workers` threads reads one block ahead; with 0, a step
     is read on demand. Nothing else is stored: any step can be requested, at the cost of one wait.
+
+    With the records of a teacher a row has its record after its tokens, zeros for padding.
     """
 
     def __init__(
@@ -108,9 +111,11 @@ class Batches:
         data_size: int,
         device: torch.device,
         workers: int = 1,
+        teacher: TeacherRows | None = None,
     ) -> None:
         self.order = order
         self._shards = shards
+        self._teacher = teacher
         self.row_tokens = row_tokens
         self.micro_batch_rows = micro_batch_rows
         self._data_rank = data_rank
@@ -161,12 +166,19 @@ class Batches:
 
     def _padded(self, places: np.ndarray, steps: int, size: int) -> torch.Tensor:
         """Rows at the `places` of so many steps, each step filled to `size` rows by padding."""
-        rows = torch.from_numpy(self._shards.read_rows(places, self.row_tokens))
-        missing = size - len(places) // steps
-        if not missing:
+        given = len(places) // steps
+
+        def padded(numbers: np.ndarray, value: int) -> torch.Tensor:
+            rows = torch.from_numpy(numbers)
+            if given == size:
+                return rows
+            by_step = rows.view(steps, given, rows.shape[1])
+            return F.pad(by_step, (0, 0, 0, size - given), value=value).flatten(0, 1)
+
+        rows = padded(self._shards.read_rows(places, self.row_tokens), PADDING)
+        if self._teacher is None:
             return rows
-        by_step = rows.view(steps, len(places) // steps, self.row_tokens)
-        return F.pad(by_step, (0, 0, 0, missing), value=PADDING).flatten(0, 1)
+        return torch.cat([rows, padded(self._teacher.read(places), 0)], dim=1)
 
     def _block(self, number: int) -> Block:
         """Return a block, read ahead or now, and start reading the next ones."""

@@ -1,0 +1,79 @@
+"""A folder with the records of a teacher in place of a model, as --teacher.
+
+A row of a text has the same tokens and the same number in every epoch, order and batch, on any
+number of processes. So records by the numbers of rows serve each run on rows of this text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minimind.config.checks import given
+from minimind.config.run_config import RunConfig
+from minimind.data.prepare.prepared import Prepared
+from minimind.data.shards.teacher_rows import TeacherRows
+from minimind.data.tokenizer.load import Tokenizer
+from minimind.errors import UsageError
+from minimind.model.distillation import RecordedDistillation
+
+TOKENIZER = "tokenizer"  # the folder of the tokenizer inside
+
+
+@dataclass(frozen=True)
+class TeacherFolder:
+    """The records; has what a `Teacher` has."""
+
+    place: str
+    rows: TeacherRows
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.rows.folder / TOKENIZER
+
+    @property
+    def digest(self) -> str:
+        return self.rows.facts["sums"]
+
+    def sized(self, run: RunConfig) -> RunConfig:
+        """Return the run with a teacher of no weights."""
+        return replace(run, teacher_weights=0)
+
+    def require_fit(
+        self, run: RunConfig, tokenizer: Tokenizer, prepared: Prepared | None = None
+    ) -> None:
+        """Raise UsageError for a run that the records are not of."""
+        for name, now in facts_of(run, tokenizer, prepared).items():
+            if (recorded := self.rows.facts[name]) != now:
+                raise UsageError(
+                    f"{given(run, 'teacher')} has records for {name} = {str(recorded)[:12]}, and"
+                    f" the run has {str(now)[:12]}; run `minimind data logits` with the flags of"
+                    " this run, or train with those of the folder"
+                )
+
+    def distillation(self, run: RunConfig, _: int) -> RecordedDistillation:
+        """The loss of the run."""
+        weight, temperature, facts = run.distill_weight, run.distill_temperature, self.rows.facts
+        name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {facts['teacher'][:8]},"
+        name += f" {facts['top_k']} ids and the rest (records {self.digest[:8]})"
+        if temperature != 1:
+            name += f" at temperature {temperature:g}"
+        return RecordedDistillation(self.rows, name, weight, temperature)
+
+
+def facts_of(run: RunConfig, tokenizer: Tokenizer, prepared: Prepared | None) -> dict[str, Any]:
+    """What the probabilities of a teacher depend on besides its weights; raise UsageError if it is
+    not one thing for the whole run.
+    """
+    if run.stages:
+        raise UsageError(
+            f"{given(run, 'stages')} changes the rows, and the records of a teacher are of one"
+            f" length of rows; {given(run, 'stages').remove}, or give the teacher itself"
+        )
+    names = ("task", "max_seq_len", "doc_mask", "distill_temperature")
+    facts = {name: getattr(run, name) for name in names} | {"tokenizer": tokenizer.fingerprint}
+    if prepared is None:  # the text is not read yet
+        return facts
+    rows = prepared.train.rows(run.max_seq_len + 1)
+    return facts | {"text": prepared.manifest["fingerprint"], "rows": rows}
