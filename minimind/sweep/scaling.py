@@ -581,4 +581,4 @@ def draw(answer: Answer) -> Chart:
         "showlegend": len(shown) > 1 or one is not None,
     }
     unit = "nats per token; points are runs, curves the law"
-    return Chart("loss", f"Loss over {name}", unit, go.Figure(traces, layout))
+    return Chart("loss", f"Loss over {name}", unit, go.Figure(traces, layout).to_dict())

@@ -287,11 +287,12 @@ def test_the_report_draws_scores_and_lists_the_last_ones(scored: Path, tmp_path:
 
     (run,) = read_runs([scored])
     charts: dict[str, Any] = {chart.key: chart.figure for chart in draw([run], [1.0], 0.0)}
-    average = {trace.name: trace for trace in charts["scores"].data}["average"]
+    average = {trace["name"]: trace for trace in charts["scores"]["data"]}["average"]
     expected = [event["average"] for event in events(scored, "scores")]
-    assert [*average.x] == [2, 4, 6]
-    assert [*average.y] == expected
-    assert {"bits_per_byte", "repetition"} <= {trace.name for trace in charts["other_scores"].data}
+    assert [*average["x"]] == [2, 4, 6]
+    assert [*average["y"]] == expected
+    others = {trace["name"] for trace in charts["other_scores"]["data"]}
+    assert {"bits_per_byte", "repetition"} <= others
     summary = Summary(run, 0.0)
     assert f"at step 6: cloze {events(scored, 'scores')[-1]['tasks']['cloze']['value']:.4f}" in (
         summary.as_text()
