@@ -215,7 +215,7 @@ def test_a_million_lines_keep_the_least_and_the_largest_of_every_column():
 
 
 def test_a_long_run_is_a_small_page(tmp_path):
-    draws, lines = np.random.default_rng(1).normal(size=50_000).tolist(), [run_start()]
+    draws, lines = np.random.default_rng(1).normal(size=20_000).tolist(), [run_start()]
     for step, noise in enumerate(draws, 1):
         more = {"grad_norm": 1 + noise / 9, "tokens": step, "tokens_per_second": 1e5 + noise}
         lines.append(step_line(step, loss=3 + noise / 9, forward_ms=29 + noise, **more))
