@@ -87,7 +87,7 @@ def page_of(losses: Losses, steps: int) -> str:
         x_axis = {"title": "learning rate", "type": "log", "exponentformat": "e"}
         layout = {"template": TEMPLATE, "xaxis": x_axis, "yaxis": {"hoverformat": ".4f"}}
         figure = go.Figure(traces, {**layout, "showlegend": True})
-        charts.append(Chart(kind, title, "validation loss, nats per token", figure))
+        charts.append(Chart(kind, title, "validation loss, nats per token", figure.to_dict()))
     title = "Best learning rate over widths"
     lead = f'<p class="lead">AdamW, {steps} steps; the largest point is the best rate.</p>'
     body = f"<h1>{title}</h1>{lead}{plots(charts, is_single=True)}"

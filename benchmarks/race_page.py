@@ -69,4 +69,5 @@ def curves(runs: Runs, axis: str, unit: float, noun: str, title: str) -> Chart:
         traces.append(go.Scatter(name=escape(name), x=x, y=np.median(bits, 0), line=line, **style))
     y = {"title": "bits per byte", "type": "log", "hoverformat": ".4f"}
     layout = {"template": TEMPLATE, "xaxis": {"title": noun, "hoverformat": ".1f"}, "yaxis": y}
-    return Chart(axis, title, "held-out bits per byte: median and range", go.Figure(traces, layout))
+    figure = go.Figure(traces, layout).to_dict()
+    return Chart(axis, title, "held-out bits per byte: median and range", figure)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Page, Playwright, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
@@ -34,14 +34,27 @@ def _started() -> tuple[Playwright, Browser, asyncio.AbstractEventLoop]:
 
 
 @contextmanager
-def _its_loop() -> Iterator[Browser]:
+def _its_loop() -> Iterator[None]:
     """Outside of the block no loop runs, so that others may: playwright leaves its own running."""
     try:
-        _, browser, loop = _started()
-        asyncio._set_running_loop(loop)
-        yield browser
+        asyncio._set_running_loop(_started()[2])
+        yield
     finally:
         asyncio._set_running_loop(None)
+
+
+def _new_context(**options: Any) -> BrowserContext:
+    """One of the browser, or of another if that has died since the last test."""
+    with _its_loop():
+        browser = _started()[1]
+        try:
+            return browser.new_context(**options)
+        except Error:
+            if browser.is_connected():
+                raise
+            _end()
+    with _its_loop():
+        return _started()[1].new_context(**options)
 
 
 @contextmanager
@@ -49,8 +62,8 @@ def opened(url: str, width: int = 1400, **options: Any) -> Iterator[Page]:
     """A page at `url`, which shares nothing with those before it; no script of it may fail."""
     installed_browser()
     faults = []
-    with _its_loop() as browser:
-        context = browser.new_context(viewport={"width": width, "height": 844}, **options)
+    context = _new_context(viewport={"width": width, "height": 844}, **options)
+    with _its_loop():
         try:
             page = context.new_page()
             page.set_default_timeout(20_000)
@@ -65,7 +78,12 @@ def opened(url: str, width: int = 1400, **options: Any) -> Iterator[Page]:
 def close() -> None:
     """End the browser, if one was started."""
     if _started.cache_info().currsize:
-        with _its_loop() as browser:
-            browser.close()
-            _started()[0].stop()
-        _started.cache_clear()
+        with _its_loop():
+            _end()
+
+
+def _end() -> None:
+    playwright, browser, _ = _started()
+    browser.close()
+    playwright.stop()
+    _started.cache_clear()

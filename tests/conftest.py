@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
+import math
 import os
 import random
 import signal
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -32,7 +34,11 @@ SHARE_RUNS = {
     for name in ("launchers", "parallel_runs", "reference", "restarts", "runs")
 }
 
+SECONDS = "tests/seconds"  # key of pytest's cache
+MANY = 200  # tests of a file
+
 count_frozen = gc.get_freeze_count
+taken: defaultdict[str, float] = defaultdict(float)  # seconds of tests that ended, by file
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,8 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The processes that tests start inherit what is ignored, and would not stop. Until the tests are
     collected, no garbage is: there is hardly any, and looking for it takes a quarter of the time.
+    xdist's controller collects no tests.
     """
-    gc.disable()
+    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
+        gc.disable()
+    logging.getLogger().addHandler(logging.NullHandler())  # otherwise warnings go to stderr
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),
@@ -105,9 +114,13 @@ def _floors_once() -> Iterator[None]:
     floors = module.floors
 
     def of_text(prepared: Any, held_out: Any) -> Any:
-        rows = held_out.in_force.tobytes()
-        key = prepared.manifest["fingerprint"], rows, held_out.row_tokens
-        key += held_out.sources, held_out.weights
+        # The fingerprint is of the tokenizer and the tokens of both splits, the held-out ones too.
+        key = (
+            *(prepared.manifest["fingerprint"], prepared.manifest["splits"]["train"]["documents"]),
+            *(held_out.in_force.tobytes(), held_out.row_tokens, held_out.sources),
+            *(held_out.weights, held_out.loss_weights),
+            b"".join(of_id.tobytes() for of_id in held_out.bytes_per_id),
+        )
         if key not in known:
             known[key] = floors(prepared, held_out)
         return known[key]
@@ -148,6 +161,26 @@ def _one_browser() -> Iterator[None]:
         module.close()
 
 
+class Messages(logging.Handler):
+    """Keeps what is logged, with tracebacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(self.format(record))
+
+
+@pytest.fixture
+def messages() -> Iterator[Messages]:
+    """What is logged by all loggers that propagate it."""
+    handler = Messages()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
+
+
 @pytest.fixture
 def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No objects frozen, as where a run has a process to itself."""
@@ -172,18 +205,42 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if id(item) in spared])
         items[:] = [item for item in items if id(item) not in spared]
     if hasattr(config, "workerinput"):  # of xdist
-        longest_files_first(items)
+        longest_files_first(items, known_seconds(config))
 
 
-def longest_files_first(items: list[pytest.Item]) -> None:
-    """Files with launches first, then those with few tests, so that workers end alike."""
+def longest_files_first(items: list[pytest.Item], known: Mapping[str, float]) -> None:
+    """By `known`, the seconds of files in the last run, so that workers end alike.
+
+    Unknown files come first: those with launches, those with hundreds of tests, those with few.
+    """
     files = [item.nodeid.partition("::")[0] for item in items]
     with_launches = {
         file for file, item in zip(files, items, strict=True) if item.get_closest_marker("launch")
     }
     counts = Counter(files)
-    ranks = {file: (file not in with_launches, counts[file]) for file in files}
+    ranks = {
+        file: (-known.get(file, math.inf), file not in with_launches, counts[file] < MANY, count)
+        for file, count in counts.items()
+    }
     items.sort(key=lambda item: ranks[item.nodeid.partition("::")[0]])
+
+
+def known_seconds(config: pytest.Config) -> dict[str, float]:
+    """Seconds that the tests of each file took in the last whole run."""
+    return config.cache.get(SECONDS, {}) if config.pluginmanager.hasplugin("cacheprovider") else {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    taken[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the times of a run of xdist, of whole files, in pytest's cache."""
+    config = session.config
+    is_whole = not (config.option.keyword or config.option.markexpr or "::" in str(config.args))
+    is_controller = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    if is_whole and is_controller and config.pluginmanager.hasplugin("cacheprovider"):
+        config.cache.set(SECONDS, known_seconds(config) | taken)
 
 
 def outside_samples(items: list[pytest.Item]) -> Iterator[pytest.Item]:

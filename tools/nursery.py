@@ -30,7 +30,7 @@ WARM = (
     # What a run imports as it prepares its text, and at its end.
     *("minimind.data.prepare.prepare", "minimind.data.tokenizer.hf_tokenizer"),
     *("minimind.report.page", "minimind.report.charts", "minimind.train.floors"),
-    *("plotly.offline", "plotly.graph_objects"),
+    "plotly.offline",
 )
 
 

@@ -1,4 +1,8 @@
-"""The plotly figures of a page. This module alone imports plotly."""
+"""The figures of a page as plotly.js reads them: dicts of `data` (its traces) and `layout`.
+
+Its classes in Python would check each property, which takes longer than all else of a page;
+tests/report has them check one of each kind.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from html import escape, unescape
 from typing import Any, NamedTuple
 
 import numpy as np
-import plotly.graph_objects as go
 
 from minimind.report import formats
 from minimind.report.axes import UNITS, kept_knots, lost_knots, lost_seconds
@@ -21,8 +24,8 @@ from minimind.report.placement import floors_of
 
 AXIS = {"gridcolor": LIGHT["rule"], "zeroline": False, "exponentformat": "SI"}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
-TEMPLATE = go.layout.Template(
-    layout={
+TEMPLATE: dict[str, Any] = {
+    "layout": {
         **{"barmode": "stack", "bargap": 0, "hovermode": "x unified", "legend": LEGEND},
         # Not transparent: plotly draws what it puts around the line at the pointer in this color.
         **{"paper_bgcolor": LIGHT["paper"], "plot_bgcolor": LIGHT["paper"]},
@@ -40,7 +43,7 @@ TEMPLATE = go.layout.Template(
         },
         "yaxis": AXIS,
     }
-)
+}
 DASHES = ("solid", "dash", "dot")
 # Column of an eval event: name, color of a single run, dash.
 VALIDATIONS = {
@@ -79,23 +82,23 @@ class Chart:
     key: str
     title: str
     unit: str
-    figure: go.Figure
+    figure: dict[str, Any]
     meta: dict[str, Any] = field(default_factory=dict)
     form: Callable[[float], str] = formats.figure  # writes a value
 
-    def _traces(self) -> list[tuple[Any, dict[str, Any]]]:
-        traces: Any = self.figure.data if self.meta else ()
-        return [(trace, trace.meta or {}) for trace in traces]
+    def _traces(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        traces = self.figure["data"] if self.meta else ()
+        return [(trace, trace["meta"]) for trace in traces]
 
     def curves(self) -> list[tuple[str, np.ndarray, np.ndarray]]:
         """Name, and x and y of the known points, of each curve and bar, in all units of y."""
         found: list[tuple[str, np.ndarray, np.ndarray]] = []
         for trace, meta in self._traces():
             if meta.get("role") in ("curve", "raw", "mean", None):
-                x, y = np.asarray(trace.x, float), np.asarray(trace.y, float)
-                found.append((name := unescape(trace.name), x, y))
+                x, y = trace["x"], trace["y"]
+                found.append((name := unescape(trace["name"]), x, y))
                 if "bits" in meta:
-                    found.append((f"{name}, {BITS}", x, np.asarray(meta["bits"], float)))
+                    found.append((f"{name}, {BITS}", x, meta["bits"]))
                 elif "nats" in meta:
                     found.append((f"{name}, {BITS}", x, y / meta["nats"]))
         known = [(name, x, y, np.isfinite(y)) for name, x, y in found]
@@ -136,11 +139,12 @@ class Chart:
         """`zlib of the held-out text 3.2104; 2 checkpoints: 10, 20`."""
         parts: list[str] = []
         for trace, meta in self._traces():
-            name, role = unescape(trace.name or ""), meta.get("role")
+            name, role = unescape(trace["name"]), meta.get("role")
             if role == "level":
-                parts.append(f"{name} {self.form(float(trace.y[0]))}")
+                parts.append(f"{name} {self.form(float(trace['y'][0]))}")
             elif role == "strokes":
-                steps, more = [f"{x:,.0f}" for x in trace.x[:DENSE]], len(trace.x) - DENSE
+                x = trace["x"]
+                steps, more = [f"{step:,.0f}" for step in x[:DENSE]], len(x) - DENSE
                 parts.append(f"{name}: {', '.join([*steps, *([f'{more} more'] * (more > 0))])}")
         return "; ".join(parts)
 
@@ -201,10 +205,11 @@ class Axis(NamedTuple):
         is_dot = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
         is_dot |= known & (known.sum() <= FEW)
         line = {"color": LIGHT[tone], **{k: style.pop(k) for k in ("width", "dash") if k in style}}
-        dots = {"mode": "lines+markers", "marker": {"size": np.where(is_dot, 6, 0)}}
+        dots = {"mode": "lines+markers", "marker": {"size": np.where(is_dot, 6, 0).astype(np.int8)}}
         dots["cliponaxis"] = False  # the last point is at the edge
         style = {"mode": "lines", **(dots if is_dot.any() else {}), **style}
-        return go.Scatter(name=escape(name, quote=False), x=x, y=y, line=line, meta=meta, **style)
+        look = {"name": escape(name, quote=False), "line": line, "meta": meta, **style}
+        return {"type": "scatter", "x": x, "y": y, **look}
 
     def level(self, name: str, y: float, tone: str, **style: Any) -> Any:
         """A line across the chart."""
@@ -218,8 +223,8 @@ class Axis(NamedTuple):
         marker = {"symbol": "line-ns", "size": 11, "line": {"width": 1.5, "color": LIGHT[tone]}}
         style = {"mode": "markers", "yaxis": "y2", "hoverinfo": "skip", "marker": marker}
         style["meta"] = {"role": "strokes"}
-        foot = go.Scatter(name=name, x=x, y=np.full(len(x), 0.02), cliponaxis=False, **style)
-        return [foot] if len(x) else []
+        foot = {"type": "scatter", "name": name, "x": x, "y": np.full(len(x), 0.02), **style}
+        return [{**foot, "cliponaxis": False}] if len(x) else []
 
     def lost(
         self, run: Run, column: str, tone: str, factor: float = 1.0, first: int = 1, **meta: Any
@@ -245,8 +250,8 @@ class Axis(NamedTuple):
         **yaxis: Any,
     ) -> Chart:
         """`form` writes a value, `yaxis` has settings of plotly."""
-        curves = [np.asarray(t.y, float) for t in traces if t.type != "bar" and t.yaxis != "y2"]
-        bars = [np.asarray(t.y, float) for t in traces if t.type == "bar"]
+        bars = [trace["y"] for trace in traces if trace["type"] == "bar"]
+        curves = [t["y"] for t in traces if t["type"] != "bar" and t.get("yaxis") != "y2"]
         values = np.concatenate([*curves, sum(bars) if bars else [], []])
         values = values[np.isfinite(values)]
         y_axis, note = {"rangemode": "tozero" if from_zero else "normal"}, ""
@@ -260,16 +265,17 @@ class Axis(NamedTuple):
                 y_axis = {"range": [min(0.0, float(low)), 1.4 * float(usual)]}
                 note = f"cut off: up to {form(float(high))}"
         hover_title = {"text": f"{self.name} %{{x}}"}
-        layout = {
-            "xaxis": {"range": self.span, "title": self.name, "unifiedhovertitle": hover_title},
+        x_axis = {"range": self.span, "title": {"text": self.name}}
+        layout: dict[str, Any] = {
+            "template": TEMPLATE,
+            "xaxis": {**x_axis, "unifiedhovertitle": hover_title},
             "yaxis": y_axis | yaxis,
             "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
-            "showlegend": sum(trace.showlegend is not False for trace in traces) > 1,
+            "showlegend": sum(trace.get("showlegend", True) for trace in traces) > 1,
         }
         layout["meta"] = meta = {"unit": unit, "note": note, "base": self.name}
         unit = ", ".join(filter(None, (unit, note)))
-        figure = go.Figure(traces, {"template": TEMPLATE, **layout})
-        return Chart(key, title, unit, figure, meta, form)
+        return Chart(key, title, unit, {"data": traces, "layout": layout}, meta, form)
 
 
 def axis_of(runs: Sequence[Run]) -> Axis:
@@ -313,10 +319,9 @@ def draw(runs: Sequence[Run], grad_clips: Sequence[float], now: float) -> list[C
     if is_single:
         marks = shared["marks"][axis.name]
         for chart in charts:
-            chart.figure.update_layout(shapes=marks["shapes"])
-        charts[0].figure.update_layout(annotations=marks["annotations"])
+            chart.figure["layout"]["shapes"] = marks["shapes"]
+        charts[0].figure["layout"]["annotations"] = marks["annotations"]
     charts[0].meta.update(shared)
-    charts[0].figure.update_layout(meta=charts[0].meta)
     return charts
 
 
@@ -418,14 +423,15 @@ def _phases(axis: Axis, number: str, suffix: str, run: Run) -> Chart:
     """Seconds of a step by phase and pause; a bar spans the steps since the line before."""
     begins, ends = (axis.at(run, run.column(name)) for name in ("begins", "step"))
     left, right, group = group_lines(begins, ends, min(MAX_BARS, axis.columns))
-    bar = {"x": right, "width": right - left, "offset": left - right, "hovertemplate": "%{y}"}
-    bar["meta"] = meta = {"axis": int(number or 0)}
+    bar = {"type": "bar", "x": right, "width": right - left, "offset": left - right}
+    bar |= {"hovertemplate": "%{y}", "meta": (meta := {"axis": int(number or 0)})}
     means = {
         name: group_means(run.column(f"{name}_ms") / 1e3, run.column("taken"), group)
         for name in (*PHASES, *PAUSES, "comm")
     }
+    no_line = {"width": 0}
     traces: list[Any] = [
-        go.Bar(name=noun, y=means[name], marker={"color": LIGHT[name], "line": {"width": 0}}, **bar)
+        {**bar, "name": noun, "y": means[name], "marker": {"color": LIGHT[name], "line": no_line}}
         for name, noun in NOUNS.items()
         if means[name].any()
     ]
@@ -488,7 +494,7 @@ def _scores(axis: Axis, runs: Sequence[Run], has_chance: bool) -> Chart:
         if not is_single and has_chance:
             curves = {name: points for name, points in curves.items() if name == "average"}
         for k, (name, points) in enumerate(curves.items()):
-            steps, values = np.array(points).T
+            steps, values = np.array(points, float).T
             (tone, dash), label = run_style(k), name
             style: dict[str, Any]
             if not is_single:

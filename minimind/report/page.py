@@ -7,17 +7,20 @@ import math
 import re
 import secrets
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from minimind.config.origin import DEFAULT
 from minimind.config.run_record import NAME
 from minimind.report import formats
+from minimind.report.charts import Chart, draw, run_style
 from minimind.report.figures import (
     COLUMNS,
     STAGE_HEAD,
@@ -39,9 +42,6 @@ from minimind.report.history import (
 )
 from minimind.runtime.drafts import remove_left
 from minimind.runtime.durable_files import storing, write_whole
-
-if TYPE_CHECKING:
-    from minimind.report.charts import Chart
 
 REPORT_NAME = "report.html"  # file in the out_dir of a run
 GENERATOR = '<meta name="generator" content="minimind report">'
@@ -84,8 +84,6 @@ def render_parts(
     runs: Sequence[Run], configurations: Sequence[Configuration], now: float
 ) -> tuple[str, str, list[Chart]]:
     """Title, HTML and charts of the page."""
-    from minimind.report.charts import draw, run_style  # plotly
-
     config, flags = configurations[0], [one.flags for one in configurations]
     names = dict.fromkeys(name for one in flags for name in one)
     rows = [(n, *(one.get(n, ("",))[0] for one in flags)) for n in names]
@@ -143,15 +141,30 @@ def figures(charts: Sequence[Chart]) -> str:
     Each trace gets a `uid`, the same in every drawing of a chart: the letters of its name, as its
     figures change ("3 checkpoints"), and a count. Plotly writes it into a CSS selector.
     """
+    found: dict[str, Any] = {}
     for chart in charts:
         counts: Counter[str] = Counter()
-        traces: Any = chart.figure.data
-        for trace in traces:
-            word = re.sub(r"s\b|[^a-z]+", "-", (trace.name or "").lower()).strip("-")
+        traces: list[dict[str, Any]] = []
+        for trace in chart.figure["data"]:
+            word = re.sub(r"s\b|[^a-z]+", "-", trace.get("name", "").lower()).strip("-")
             counts[word] += 1
-            trace.uid = f"trace-{word}-{counts[word]}"
-    pairs = ",".join(f'"{chart.key}":{chart.figure.to_json(remove_uids=False)}' for chart in charts)
-    return f"{{{pairs}}}"
+            traces.append({**trace, "uid": f"trace-{word}-{counts[word]}"})
+        found[chart.key] = _encoded({**chart.figure, "data": traces})
+    return json.dumps(found, separators=(",", ":"), allow_nan=False)
+
+
+def _encoded(value: Any) -> Any:
+    """With arrays in base64, as plotly.js reads them, and null for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _encoded(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encoded(one) for one in value]
+    if isinstance(value, np.ndarray):
+        value = value if value.dtype == np.int8 else np.array(value, np.float64)
+        return {"dtype": value.dtype.str[1:], "bdata": b64encode(value).decode()}
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def fill_page(

@@ -98,20 +98,22 @@ def draw(sweep: Sweep, rows: Sequence[Result]) -> list[Chart]:
     if not groups:
         return []
     noun, dimensions = NOUNS[sweep.metric], sweep.dimensions
+    lines = _parallel(sweep, groups)
     charts = [
-        Chart("history", "History", noun, _history(groups)),
-        Chart("parallel", "Parallel coordinates", _told(groups), _parallel(sweep, groups)),
+        Chart("history", "History", noun, _history(groups).to_dict()),
+        Chart("parallel", "Parallel coordinates", _told(groups), lines.to_dict()),
     ]
     for name in dimensions if best_of(rows) else ():
         figure = _points(groups, {row.folder: row.parameters.get(name) for row in rows})
         figure.update_xaxes(title=name, **_axis(dimensions[name]))
-        charts.append(Chart(f"over-{name.replace('_', '-')}", name, noun, figure))
+        charts.append(Chart(f"over-{name.replace('_', '-')}", name, noun, figure.to_dict()))
     curves = go.Figure()
     for kind, row, is_first in _each(groups):
         x, y = [*row.finite], [*row.finite.values()]
         curves.add_scatter(x=x, y=y, **_line(kind, is_first), **_hover([row], y))
     curves.update_xaxes(title="step")
-    return [*charts, Chart("curves", "Validations", f"{noun} at each step", _laid_out(curves))]
+    at_steps = f"{noun} at each step"
+    return [*charts, Chart("curves", "Validations", at_steps, _laid_out(curves).to_dict())]
 
 
 def _groups(rows: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:

@@ -442,12 +442,15 @@ def nearest_shape(parameters: float, like: Point) -> Shape | None:
     run, best = like.run, (FIT_OF_A_SHAPE, 0.0)
     nearest = None
     for dim in range(MULTIPLE, WIDEST + 1, MULTIPLE):
+        sizes = (HEADS, KEY_HEADS, feed_forward_width(dim))
+        more = (*sizes, run.vocab_size, run.max_seq_len, run.tie_word_embeddings)
+        # A shape lists the weights of every layer, and all layers have as many parameters.
+        first, second = (Shape(dim, layers, *more).parameters for layers in (1, 2))
         for layers in range(-(-dim // ASPECTS[1]), dim // ASPECTS[0] + 1):
-            sizes = (dim, layers, HEADS, KEY_HEADS, feed_forward_width(dim))
-            shape = Shape(*sizes, run.vocab_size, run.max_seq_len, run.tie_word_embeddings)
-            distance = abs(math.log(shape.parameters / parameters))
+            count = first + (layers - 1) * (second - first)
+            distance = abs(math.log(count / parameters))
             if (distance, dim) < best:
-                best, nearest = (distance, float(dim)), shape
+                best, nearest = (distance, float(dim)), Shape(dim, layers, *more)
     return nearest
 
 
@@ -581,4 +584,4 @@ def draw(answer: Answer) -> Chart:
         "showlegend": len(shown) > 1 or one is not None,
     }
     unit = "nats per token; points are runs, curves the law"
-    return Chart("loss", f"Loss over {name}", unit, go.Figure(traces, layout))
+    return Chart("loss", f"Loss over {name}", unit, go.Figure(traces, layout).to_dict())

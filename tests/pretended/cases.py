@@ -46,7 +46,7 @@ from tools.runs import sentences
 
 train: Any = training  # a package that is called like a function
 GPU = torch.device("cuda", 0)
-LAYERS, MICRO_BATCHES, ROWS, LENGTH = 2, 2, 2, 128
+MICRO_BATCHES, ROWS, LENGTH = 2, 2, 128
 FLAGS = "--data_path x --device cuda --dtype bfloat16 --compile off"
 FLAGS += f" --accumulation_steps {MICRO_BATCHES}"
 SHAPE = {"vocab_size": 96, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": LENGTH}
@@ -60,7 +60,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def model_of(**changes: Any) -> Any:
-    shape = {"n_layers": LAYERS, **SHAPE, **changes}
+    shape = {"n_layers": 1, **SHAPE, **changes}
     return MiniMindForCausalLM(MiniMindConfig(**shape)).train()
 
 
@@ -91,7 +91,8 @@ def evenly(tensor: Tensor) -> Tensor:
 
 
 FLAG = {"minimind: step": 1}  # that the gradient is finite
-SIZES = {"minimind: forward": LAYERS * MICRO_BATCHES}
+MOE = {"use_moe": True, "n_layers": 2}
+SIZES = {"minimind: forward": 2 * MICRO_BATCHES}  # in each layer
 STEPS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("", {}, {}),
     ("--dtype float32", {"qk_norm": True}, {}),
@@ -103,8 +104,8 @@ STEPS: list[tuple[str, dict[str, Any], dict[str, int]]] = [
     ("--task sft", {}, {}),
     ("--optimizer muon", {}, FLAG),
     ("--optimizer lion", {}, FLAG),
-    ("", {"use_moe": True}, SIZES),
-    ("--dtype float32", {"use_moe": True, "recomputes": True}, {"minimind: forward": 8}),
+    ("", MOE, SIZES),
+    ("--dtype float32", {**MOE, "recomputes": True}, {"minimind: forward": 8}),
 ]
 
 
@@ -186,10 +187,10 @@ def test_updates_under_zero_read_what_is_documented(
         case, by_deepspeed = ZERO[name]
         for update in ("deepspeed", "auto"):
             flags = f"{case.flags} --compile off --zero_update {update}"
-            engine = zero(replace(case, flags=flags))
+            engine = zero(replace(case, flags=flags, shape={"n_layers": 1}))
             gc.collect()  # the engine before waits for the device at its end
             seen = found[f"{name}, {update}"] = []
-            for number in range(CHECKED + 1 if update == "auto" else 1):
+            for number in range(CHECKED + 1 if update == "auto" else 2):
                 device.forget()
                 step(engine, number, engines.LENGTH)
                 seen.append(dict(device.reads))
@@ -197,7 +198,7 @@ def test_updates_under_zero_read_what_is_documented(
         weights = len([*engine.model.parameters()])
         # Whether each is equal, and whether one of any rank is not, which is sent and read.
         compared = {COMPARED: weights + 2, NORM: 1}
-        expected[f"{name}, deepspeed"] = [by_deepspeed]
+        expected[f"{name}, deepspeed"] = [by_deepspeed] * 2
         expected[f"{name}, auto"] = [*[compared] * CHECKED, {NORM: 1}]
     assert found == expected
 
@@ -216,11 +217,11 @@ def test_documents_have_blocks_where_there_is_a_compiler(
     monkeypatch.setattr(kernels, "_compiled", lambda: fused)
     fault = "" if is_fused else "the package triton is not installed"
     monkeypatch.setattr(kernels, "_gpu_compiler_fault", lambda bf16: fault)
-    engine = built(doc_mask=True)
+    engine = built(doc_mask=True, n_layers=2)
     device.forget()
     step(engine, 0)
     assert (device.reads, device.waits, device.on_cpu) == ({}, 0, {})
-    assert len(blocks) == is_fused * LAYERS * MICRO_BATCHES
+    assert len(blocks) == is_fused * 2 * MICRO_BATCHES
     lists = [tensor for mask in blocks for tensor in mask.as_tuple() if isinstance(tensor, Tensor)]
     assert {tensor.device for tensor in lists} == ({GPU} if is_fused else set())
 
@@ -466,7 +467,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], Any]) -> No
 def test_planted_reads_waits_and_draws_are_counted(
     device: Device, built: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    engine = built(n_layers=1)
+    engine = built()
     for way, read in READS.items():
         with monkeypatch.context() as planted:
             plant(planted, read)
@@ -482,7 +483,7 @@ def test_planted_reads_waits_and_draws_are_counted(
 def test_planted_sizes_that_depend_on_values_raise(
     device: Device, built: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    engine = built(n_layers=1)
+    engine = built()
     for fault in (torch.nonzero, torch.unique, lambda x: x[x > 0]):
         with monkeypatch.context() as planted:
             plant(planted, fault)
@@ -491,7 +492,7 @@ def test_planted_sizes_that_depend_on_values_raise(
 
 
 def test_a_tensor_left_on_the_cpu_raises(device: Device, built: Any):
-    engine = built(n_layers=1, qk_norm=True)
+    engine = built(qk_norm=True)
     engine.model.model.norm.weight = torch.nn.Parameter(torch.ones(64))
     with pytest.raises(RuntimeError, match="at least two devices"):
         step(engine, 0)

@@ -103,11 +103,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return found
 
 
-def test_the_rows_of_every_step_are_those_that_were_read(recorded: Recorded):
+def test_the_rows_of_steps_are_those_that_were_read(recorded: Recorded):
     log = read_run(recorded.run_dir)
     documents = documents_of(log.stretches[0])
     shards, compared = recorded.prepared.train, 0
-    for step in range(1, 1251):
+    edges = {edge for *_, last, first in STARTS for edge in (first, last)} - {0, 1250}
+    near = {edge + n for edge in edges for n in (-1, 0, 1, 2)}
+    for step in sorted({*range(1, 1250, 4), *near, *range(50, 1251, 50)}):
         rows = rows_at(log.at(step), documents, step, None)
         tokens = [shards.stretch(row.first_token, ROW_TOKENS) for row in rows]
         np.testing.assert_array_equal(np.stack(tokens), recorded.rows(step))
@@ -118,7 +120,7 @@ def test_the_rows_of_every_step_are_those_that_were_read(recorded: Recorded):
                 assert own == [row for row in rows if row.rank == rank]
                 of_batch = [row.micro_batch for row in own]
                 assert of_batch == [n for n, batch in enumerate(batches) for _ in batch]
-    assert compared > 10_000
+    assert compared > 3_000
     assert log.at(1250).order.place(1249)[0] >= 2  # of several epochs
 
 

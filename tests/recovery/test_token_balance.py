@@ -135,7 +135,7 @@ def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path, capsys: pytest.Cap
         "n_kv_heads": 1,
         "max_seq_len": 32,
     }
-    flags |= {"vocab_size": 600, "batch_size": 4, "device": "cpu", "deepspeed_config": "none"}
+    flags |= {"vocab_size": 600, "batch_size": 32, "device": "cpu", "deepspeed_config": "none"}
     flags |= {"data_path": [str(corpus)], "cache_dir": str(tmp_path / "cache"), "epochs": 2}
     assert train(flags, out_dir=str(out), eval_rows=0, log_interval=100) == 0
     said = "".join(capsys.readouterr())
@@ -147,7 +147,11 @@ def test_a_run_logs_the_balance(corpus: Path, tmp_path: Path, capsys: pytest.Cap
     last = [event for event in events if event["event"] == "step"][-1]
     log = read_run(out)  # of a real run, as `minimind data at` reads it
     stretch = log.at(last["step"])
-    assert (stretch.parallel.world_size, stretch.micro_batch_rows, stretch.row_tokens) == (1, 4, 33)
+    assert (stretch.parallel.world_size, stretch.micro_batch_rows, stretch.row_tokens) == (
+        1,
+        32,
+        33,
+    )
     rows = rows_at(stretch, documents_of(stretch), last["step"], None)
     assert [row.position for row in rows] == [*range(*last["rows"])]
     assert 2 * (balance["trained"] - balance["first_of_row"]) == last["tokens"]

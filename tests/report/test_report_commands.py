@@ -288,24 +288,16 @@ def test_one_rank_is_not_compared_with_itself(tmp_path, capsys):
     assert "<h2>Ranks, up to step 1</h2>" in page_of(tmp_path, place)
 
 
-def test_the_report_is_written_without_torch(run):
+def test_torch_is_not_imported_and_plotly_only_to_write_a_page(run, tmp_path):
     code = (
-        "import sys; from minimind.cli.main import main; main(sys.argv[1:]);"
-        " sys.exit('torch' in sys.modules)"
+        "import sys; import minimind.report.page; from minimind.cli.main import main\n"
+        "for words in (sys.argv[1:2], sys.argv[1:]):\n"
+        "    main(['report', *words])\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    assert ('plotly' in sys.modules) == ('--out' in words)\n"
     )
-    words = [sys.executable, "-c", code, "report", str(run)]
+    words = [sys.executable, "-c", code, str(run), "--out", str(tmp_path / "report.html")]
     assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
-
-
-def test_plotly_is_imported_only_to_write_a_page(run, tmp_path):
-    code = (
-        "import sys; import minimind.report.page; from minimind.cli.main import main;"
-        " main(sys.argv[1:]); sys.exit('plotly' in sys.modules)"
-    )
-    words = [sys.executable, "-c", code, "report", str(run)]
-    assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
-    words += ["--out", str(tmp_path / "report.html")]
-    assert subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 1
 
 
 def in_browser(page: Path, hash: str = "", *options: str) -> str:

@@ -381,7 +381,10 @@ def test_ids_and_selectors_have_letters_digits_and_dashes(tmp_path, names):
     assert identities(report.message) == before
 
 
-@pytest.mark.parametrize("names", [("run",), NAMES], ids=["one run", "runs"])
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(("run",), id="one run"), pytest.param(NAMES, id="runs", marks=pytest.mark.long)],
+)
 def test_a_browser_draws_every_chart_of_a_live_page(tmp_path, names):
     places = [write_run(tmp_path / name, crashed_and_resumed()) for name in names]
     drawn = """[...document.querySelectorAll(".plot")].map(plot =>

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from minimind.runtime import console
 from minimind.runtime.console import BEFORE, CONSOLE, Console
 from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
-from tests.conftest import ROOT
 
 DATE = r"=== 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC: "
 
@@ -107,10 +105,18 @@ def test_a_run_does_without_a_file_that_cannot_be_written(
     assert str(path) in shown.err
 
 
-def test_standard_output_that_is_the_file_is_not_doubled(tmp_path: Path):
-    program = "import sys; from tests.runtime.test_console import *; from pathlib import Path\n"
-    program += "logger = logger_at(Path(sys.argv[1])); logger.print('once'); logger.close()"
-    with open(tmp_path / CONSOLE, "wb") as out:
-        words = [sys.executable, "-c", program, str(tmp_path)]
-        subprocess.run(words, cwd=ROOT, stdout=out, check=True)
+def test_standard_output_that_is_the_file_is_not_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before = os.dup(1)
+    with open(tmp_path / CONSOLE, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        os.dup2(out.fileno(), 1)
+        try:
+            logger = logger_at(tmp_path)
+            logger.print("once")
+            logger.close()
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
     assert (tmp_path / CONSOLE).read_text() == "once\n"

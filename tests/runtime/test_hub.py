@@ -20,7 +20,7 @@ from minimind.runtime import hub as on_the_hub
 from minimind.runtime.hub import DATASET, MODEL, Repository, local_model, newest, repository
 from minimind.runtime.object_cache import open_cache
 from minimind.runtime.urls import is_url, named
-from tests.conftest import sentences
+from tests.conftest import Messages, sentences
 from tests.runtime.fixtures import use_hub
 from tests.runtime.hub_server import SIGNATURE, TOKEN, Hub
 from tests.runtime.servers import FaultyProxy, faulty_proxy
@@ -327,7 +327,7 @@ def test_a_network_that_fails_is_tried_again_and_then_the_cache_is_used(
 
 @pytest.mark.parametrize("cuts", [3, 30])
 def test_cut_connections_change_nothing(
-    hub: Hub, cuts: int, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    hub: Hub, cuts: int, capfd: pytest.CaptureFixture[str], messages: Messages
 ):
     files = {**MODEL_FILES, "model.safetensors": bytes(range(256)) * 20_000}
     hub.commit(MODEL, NET, files)
@@ -340,7 +340,7 @@ def test_cut_connections_change_nothing(
     first, *more = shown.err.splitlines()
     assert first == f"fetching 9 files of hf:{NET}@{folder.name}, 5.0 MiB"
     assert all("; trying again in 0.0 s (" in line for line in more)
-    assert SIGNATURE not in f"{shown.out}{shown.err}{caplog.text}"
+    assert SIGNATURE not in f"{shown.out}{shown.err}{messages.found}"
 
 
 def test_a_file_with_another_hash_is_fetched_again(hub: Hub, capsys: Any):

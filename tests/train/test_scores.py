@@ -23,8 +23,9 @@ from tools.runs import events
 train: Any = training  # a package that is called like a function
 TASK = str(ROOT / "examples" / "lm_eval" / "python_code")
 ALL = ",".join([*OWN_TASKS, TASK])
+LIMIT = 6  # questions of a task
 SCORED: dict[str, Any] = {
-    **{"eval_tasks": ALL, "eval_tasks_interval": 2, "eval_tasks_limit": 12},
+    **{"eval_tasks": ALL, "eval_tasks_interval": 2, "eval_tasks_limit": LIMIT},
     **{"save_interval": 2, "keep_last": 9, "keep_best": 1, "keep_best_by": "average"},
 }
 
@@ -51,7 +52,7 @@ def curve(out_dir: Path) -> list[tuple[Any, ...]]:
 
 
 def asked_again(capsys: pytest.CaptureFixture[str], path: Path, *more: str) -> dict[str, Any]:
-    words = ["--device", "cpu", "--limit", "12", "--json", "--tasks", *OWN_TASKS, TASK, *more]
+    words = ["--device", "cpu", "--limit", str(LIMIT), "--json", "--tasks", *OWN_TASKS, TASK, *more]
     capsys.readouterr()
     assert main(["eval", "--checkpoint", str(path), *words]) == 0
     return json.loads(capsys.readouterr().out)
@@ -148,7 +149,8 @@ def test_scores_of_an_abandoned_run_are_no_scores_of_this_one(trained: Trained, 
 
 
 def test_keep_best_by_may_change_at_a_resume(trained: Trained, tmp_path: Path):
-    flags = flags_of(trained, **SCORED, out_dir=str(tmp_path / "out"), eval_interval=2)
+    flags = flags_of(trained, **SCORED | {"eval_tasks": "arithmetic", "eval_interval": 2})
+    flags["out_dir"] = str(tmp_path / "out")
     assert train({**flags, "keep_best_by": "val_loss", "stop_at_step": 2}) == 75
     assert train({**flags, "keep_best_by": "arithmetic"}) == 0
     saved = {one.step: one.by for one in saved_in(tmp_path / "out" / "checkpoints")}
@@ -189,7 +191,7 @@ def test_in_bfloat16_the_same_precision_gives_the_same_scores(
     dtype: str, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     changes = {"dtype": dtype, "eval_tasks": ALL, "eval_tasks_interval": 6}
-    changes |= {"eval_tasks_limit": 12, "mup_base_dim": 16}
+    changes |= {"eval_tasks_limit": LIMIT, "mup_base_dim": 16}
     assert train(flags_of(trained, **changes), out_dir=str(tmp_path / "out")) == 0
     (event,) = events(tmp_path / "out", "scores")
     again = asked_again(capsys, tmp_path / "out", "--dtype", dtype)
@@ -287,11 +289,12 @@ def test_the_report_draws_scores_and_lists_the_last_ones(scored: Path, tmp_path:
 
     (run,) = read_runs([scored])
     charts: dict[str, Any] = {chart.key: chart.figure for chart in draw([run], [1.0], 0.0)}
-    average = {trace.name: trace for trace in charts["scores"].data}["average"]
+    average = {trace["name"]: trace for trace in charts["scores"]["data"]}["average"]
     expected = [event["average"] for event in events(scored, "scores")]
-    assert [*average.x] == [2, 4, 6]
-    assert [*average.y] == expected
-    assert {"bits_per_byte", "repetition"} <= {trace.name for trace in charts["other_scores"].data}
+    assert [*average["x"]] == [2, 4, 6]
+    assert [*average["y"]] == expected
+    others = {trace["name"] for trace in charts["other_scores"]["data"]}
+    assert {"bits_per_byte", "repetition"} <= others
     summary = Summary(run, 0.0)
     assert f"at step 6: cloze {events(scored, 'scores')[-1]['tasks']['cloze']['value']:.4f}" in (
         summary.as_text()

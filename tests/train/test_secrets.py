@@ -34,7 +34,7 @@ from minimind.runtime.exit import Ending
 from minimind.runtime.process import Progress
 from minimind.train.loop import manifest_of
 from minimind.train.run_start import changed_settings, settings_tables
-from tests.conftest import Launcher
+from tests.conftest import Launcher, Messages
 from tests.report.made import run_start
 from tests.runtime.canaries import SECRET
 
@@ -148,15 +148,15 @@ def test_no_message_about_a_wrong_place_has_the_value(
     assert CANARY not in format_model_fault("comet", fault)
 
 
-def test_what_deepspeed_logs_is_masked(caplog: pytest.LogCaptureFixture):
+def test_what_deepspeed_logs_is_masked(messages: Messages):
     configure_libraries("cpu")
     logger = logging.getLogger("DeepSpeed")
-    logger.addHandler(caplog.handler)
+    logger.addHandler(messages)
     logger.error("json = %s", json.dumps(dict.fromkeys(SECRET, CANARY), indent=4))
     logger.error(f"comet_config ... enabled=False api_key='{CANARY}' workspace=None")
-    logger.removeHandler(caplog.handler)
-    assert len({*caplog.messages}) == 2
-    assert CANARY not in "".join(caplog.messages)
+    logger.removeHandler(messages)
+    assert len({*messages.found}) == 2
+    assert CANARY not in "".join(messages.found)
 
 
 def test_variables_of_a_template_are_recorded_without_their_secrets(tmp_path: Path):
