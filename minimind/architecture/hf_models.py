@@ -102,7 +102,9 @@ def with_sums(model: PreTrainedModel) -> PreTrainedModel:
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Move rotary frequencies without rounding them to the new dtype."""
-        exact = _rotary_tables(self)
+        persistent = self.state_dict()  # the configuration determines the other buffers
+        buffers = [one for one in self.named_buffers() if one[0] not in persistent]
+        exact = {name: table for name, table in buffers if table.is_floating_point()}
         model_class._apply(self, fn, recurse)
         for name, table in exact.items():
             path, _, leaf = name.rpartition(".")
@@ -132,13 +134,6 @@ def require_separate_documents(model: Any) -> None:
             f"{type(model).__name__} of transformers does not keep the documents of a row apart,"
             " which --task sft and --doc_mask need; name another model"
         )
-
-
-def _rotary_tables(model: nn.Module) -> dict[str, Tensor]:
-    """Non-persistent floating-point buffers, which the configuration determines."""
-    persistent = model.state_dict()
-    buffers = ((name, table) for name, table in model.named_buffers() if name not in persistent)
-    return {name: table for name, table in buffers if table.is_floating_point()}
 
 
 def rotary_dtype(model: nn.Module) -> str | None:

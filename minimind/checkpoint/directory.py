@@ -230,11 +230,6 @@ def verify(directory: Path, part: int = 0, of: int = 1) -> Rejected | None:
     return None
 
 
-def first_damage(found: Sequence[Rejected | None]) -> Rejected | None:
-    """Return the first damage of the shares of a checkpoint, or None."""
-    return next(filter(None, found), None)
-
-
 def size_fault(size: int | None, entry: dict[str, Any]) -> str:
     """What is wrong with the size of a file of the manifest; None: it is not there."""
     if size is None:

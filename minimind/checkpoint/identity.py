@@ -23,6 +23,9 @@ from minimind.runtime import disk
 from minimind.runtime.device import device_kind
 from minimind.runtime.urls import masked_values
 
+OF_WSD = ("decay_steps", "decay_shape")  # of the schedule
+ENDS_EARLY = ("patience", "min_delta", "keep_best_by")  # what may end a run before its last step
+
 
 def identity(
     run: RunConfig,
@@ -45,8 +48,8 @@ def identity(
             "total_steps": schedule.total_steps,
             "warmup_steps": schedule.warmup_steps,
             "min_lr_ratio": schedule.min_ratio,
-            **_decay(schedule),
-            **_patience(run),
+            **({n: getattr(schedule, n) for n in OF_WSD} if schedule.shape == "wsd" else {}),
+            **({n: getattr(run, n) for n in ENDS_EARLY} if run.patience is not None else {}),
         },
         "lr": {
             "learning_rate": run.learning_rate,
@@ -110,21 +113,6 @@ def _brief(count: str, these: Any) -> str:
     return f"{count} ({sha256(json.dumps(these).encode()).hexdigest()[:8]})"
 
 
-def _decay(schedule: Schedule) -> dict[str, Any]:
-    """Values of the schedule that only wsd has."""
-    if schedule.shape != "wsd":
-        return {}
-    return {"decay_steps": schedule.decay_steps, "decay_shape": schedule.decay_shape}
-
-
-def _patience(run: RunConfig) -> dict[str, Any]:
-    """What may end the run before its last step."""
-    if run.patience is None:
-        return {}
-    names = ("patience", "min_delta", "keep_best_by")
-    return {name: getattr(run, name) for name in names}
-
-
 def hardware(device: torch.device) -> str:
     """Name of the GPU, or of the CPU."""
     return device_kind(device).model_of(device)
@@ -144,16 +132,15 @@ def layout(run: RunConfig, engine: Engine) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, this package and the libraries that affect numerics."""
-    return {"python": platform.python_version(), "minimind": __version__, **_library_versions()}
-
-
 @cache
-def _library_versions() -> dict[str, str]:
-    """Versions by name. Cached: each call parses the metadata of five installed packages."""
+def versions() -> dict[str, str]:
+    """Versions of Python, this package and the libraries that affect numerics.
+
+    Cached: each call parses the metadata of five installed packages.
+    """
     libraries = ("torch", "accelerate", "deepspeed", "transformers", "sentencepiece")
-    return {name: version(name) for name in libraries}
+    own = {"python": platform.python_version(), "minimind": __version__}
+    return own | {name: version(name) for name in libraries}
 
 
 def source_commit() -> str:

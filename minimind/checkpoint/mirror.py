@@ -25,17 +25,17 @@ from pydantic import Field
 from minimind.checkpoint.directory import (
     MANIFEST,
     OWNER,
+    AllDamaged,
     Rejected,
     differences,
-    first_damage,
+    newest_valid,
     publish,
     published_checkpoints,
     step_directory,
     step_of,
-    verify,
 )
 from minimind.checkpoint.remote_run import ABANDONED, CHECKPOINTS, RemoteRun, folder_of
-from minimind.checkpoint.resume import Resumed
+from minimind.checkpoint.resume import Resumed, verify_on_all_ranks
 from minimind.checkpoint.retention import (
     STAYS,
     VALIDATION,
@@ -59,7 +59,7 @@ from minimind.runtime.checked_json import (
     read_object,
     validate,
 )
-from minimind.runtime.collectives import Ranks, on_rank_0, run_on_all_ranks
+from minimind.runtime.collectives import Ranks, on_rank_0
 from minimind.runtime.drafts import draft_of, remove_left
 from minimind.runtime.durable_files import (
     canonical_json,
@@ -134,10 +134,10 @@ def changes(
 class Uploads:
     """A thread that has the mirror follow out_dir; what fails waits for the next save."""
 
-    def __init__(self, remote: RemoteRun, owner: Owner, out_dir: Path, rules: Rules) -> None:
+    def __init__(self, remote: RemoteRun, claimed: bytes, out_dir: Path, rules: Rules) -> None:
         self.remote = remote
         self.events: deque[tuple[str, dict[str, Any]]] = deque()  # events for the run to log
-        self.owner, self._out_dir, self._rules = owner, out_dir, rules
+        self._claimed, self._out_dir, self._rules = claimed, out_dir, rules
         self._root = out_dir / CHECKPOINTS
         self._changed = threading.Condition()
         self._begun = -1  # the step of this start; later ones that are gone here, the rules deleted
@@ -155,7 +155,7 @@ class Uploads:
 
     def begin(self, step: int) -> None:
         """Set aside there what a start at `step` does not go on from."""
-        self.owner.require()  # another start may have come since the claim
+        require_owner(self.remote, self._claimed)  # another start may have come since
         self._begun = self._last = step
         here, there = self._listings()
         for change in changes(here, there, self._rules, None, step):
@@ -239,7 +239,7 @@ class Uploads:
             self._is_dirty, good, back = False, self._good, self._back
             last = self._last if back is None else back
             self._todo = todo = [Change("look" if back is None else "abandon", last)]
-        self.owner.require()
+        require_owner(self.remote, self._claimed)
         found = changes(*self._listings(), self._rules, good, last)
         if back is not None:
             found = [change for change in found if change.what == "abandon"]
@@ -315,7 +315,7 @@ class Uploads:
 
     def _require_current(self, step: int) -> None:
         """Raise before the checkpoint is complete if it is another's turn or it is abandoned."""
-        self.owner.require()
+        require_owner(self.remote, self._claimed)
         if self._is_left_behind(step):
             raise CheckpointError(f"step {step}: the run has gone back from it")
 
@@ -415,28 +415,13 @@ def require_mirror(url: str, out_dir: Path, resume: str) -> None:
         raise StorageError(f"--mirror {str(error).replace(f'/{probe}', '')}") from error
 
 
-class Owner:
-    """The right of this start to write to a mirror."""
-
-    def __init__(self, remote: RemoteRun, content: bytes) -> None:
-        self._remote, self._content = remote, content
-
-    def require(self) -> None:
-        """Raise LockedError if another start has taken the mirror over, or trains in it."""
-        _require_no_out_dir(self._remote)
-        if self._remote.read(OWNER) != self._content:
-            raise LockedError(
-                f"{self._remote.shown}: another start of the run writes there now; {REMEDY}"
-            )
-
-
 def claim(
     remote: RemoteRun, out_dir: Path, resume: str, identity: dict[str, Any], allowed: Set[str]
-) -> Owner:
+) -> bytes:
     """Make this start the one that writes to the mirror; raise LockedError if it is another run's.
 
     An out_dir that is new, with `--resume auto`, takes over the run of the mirror if all that
-    identifies a run (but the `allowed` groups) is the same.
+    identifies a run (but the `allowed` groups) is the same. Return what `require_owner` compares.
     """
     url, (ours, there) = remote.shown, _claims(remote, out_dir, resume)
     if there and there["run"] != ours:
@@ -450,7 +435,14 @@ def claim(
     facts = {"run": run, "start": secrets.token_hex(8), "identity": identity}
     content = json.dumps(facts, indent=1).encode()
     remote.write(OWNER, content)
-    return Owner(remote, content)
+    return content
+
+
+def require_owner(remote: RemoteRun, claimed: bytes) -> None:
+    """Raise LockedError if another start has taken the mirror over, or trains in it."""
+    _require_no_out_dir(remote)
+    if remote.read(OWNER) != claimed:
+        raise LockedError(f"{remote.shown}: another start of the run writes there now; {REMEDY}")
 
 
 def _claims(
@@ -551,8 +543,8 @@ class Mirror:
 
         def begin() -> tuple[list[Path], list[int]]:
             remote = RemoteRun(self._url)
-            owner = claim(remote, self._out_dir, run.resume, identity, run.allowed_changes())
-            self._uploads = Uploads(remote, owner, self._out_dir, Rules.of(vars(run)))
+            claimed = claim(remote, self._out_dir, run.resume, identity, run.allowed_changes())
+            self._uploads = Uploads(remote, claimed, self._out_dir, Rules.of(vars(run)))
             return published_checkpoints(self._root), remote.published()
 
         local, steps = on_rank_0(ranks, begin)
@@ -587,16 +579,13 @@ class Mirror:
 
         None if one cannot be read: it may be intact, and `resume` says so.
         """
-        damaged: dict[int, Rejected] = {}
-        for path in local:
-            share = partial(verify, path, self.ranks.rank, self.ranks.world_size)
-            bad = run_on_all_ranks(self.ranks, share, first_damage)
-            if bad and bad.is_unreadable:
-                return None
-            if bad is None:
-                return step_of(path), damaged
-            damaged[step_of(path)] = bad
-        return -1, damaged
+        try:
+            valid, damaged = newest_valid(local, partial(verify_on_all_ranks, self.ranks))
+        except Unreadable:
+            return None
+        except AllDamaged as error:
+            valid, damaged = None, error.rejected
+        return step_of(valid) if valid else -1, {step_of(bad.path): bad for bad in damaged}
 
     def _fetch(self, steps: list[int], damaged: dict[int, Rejected], is_needed: bool) -> None:
         """Publish the first of `steps` here that is not damaged there (collective)."""

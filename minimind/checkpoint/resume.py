@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from minimind.checkpoint.directory import (
     AllDamaged,
     Difference,
     Rejected,
-    first_damage,
     leftovers,
     newest_valid,
     published_checkpoints,
@@ -57,7 +57,6 @@ class TrainState:
     tokens: int = 0
 
     def after(self, tokens_per_step: int) -> TrainState:
-        """Return the state after one more step."""
         return TrainState(self.step + 1, self.tokens + tokens_per_step)
 
 
@@ -101,7 +100,7 @@ def resume(
     candidates = [path for path in candidates if steps is None or step_of(path) in steps]
 
     def check(path: Path) -> Rejected | None:
-        return None if path == verified else _verify_on_all_ranks(ranks, path)
+        return None if path == verified else verify_on_all_ranks(ranks, path)
 
     path, rejected = newest_valid(candidates, check)
     if path is None:
@@ -208,17 +207,20 @@ def _set_aside_others(root: Path, resumed: Path, rejected: set[Path]) -> None:
             set_aside(path, "abandoned")
 
 
-def _verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
-    """Return the first damage found by any rank; each hashes a share of the files."""
-    return run_on_all_ranks(ranks, lambda: verify(path, ranks.rank, ranks.world_size), first_damage)
+def verify_on_all_ranks(ranks: Ranks, path: Path) -> Rejected | None:
+    """Return the first damage found by any rank; each hashes a share of the files (collective)."""
+    share = partial(verify, path, ranks.rank, ranks.world_size)
+    return run_on_all_ranks(ranks, share, lambda found: next(filter(None, found), None))
 
 
 def _load(engine: Engine, ranks: Ranks, path: Path, manifest: dict[str, Any]) -> None:
     saved = on_rank_0(ranks, lambda: read_state(path, manifest))
     state = engine.state()
-    if wrong := shape_mismatches(saved["parameters"], state.shapes(engine.model)):
+    old, now = saved["parameters"], state.shapes(engine.model)
+    if wrong := [name for name in sorted({*old, *now}) if old.get(name) != now.get(name)]:
+        shapes = "; ".join(f"{name}: {old.get(name)} -> {now.get(name)}" for name in wrong[:3])
         raise CheckpointError(
-            f"{path}: does not fit this model ({'; '.join(wrong[:3])}); give the shape flags of"
+            f"{path}: does not fit this model ({shapes}); give the shape flags of"
             " the run that saved it",
             cause_rank=0,
         )
@@ -273,12 +275,6 @@ def _reader(
         return shards.read(kind, name, start, length)
 
     return read
-
-
-def shape_mismatches(saved: dict[str, list[int]], now: dict[str, list[int]]) -> list[str]:
-    """`name: saved -> own` for parameters whose shapes differ or that one side lacks."""
-    names = sorted({*saved, *now})
-    return [f"{n}: {saved.get(n)} -> {now.get(n)}" for n in names if saved.get(n) != now.get(n)]
 
 
 def resume_order(order: Order, resumed: Resumed) -> Order:

@@ -49,14 +49,6 @@ class Snapshot:
     about: dict[str, Any]  # state.json
 
 
-@dataclass(frozen=True)
-class Saving:
-    """A save in progress, and how long it has blocked the loop."""
-
-    future: Future[dict[str, Any]]
-    stall_ms: float
-
-
 class Saver:
     """Saves one run: `begin` copies, a thread writes and publishes while training continues.
 
@@ -95,7 +87,8 @@ class Saver:
         )
         self._interval = 60 * minutes or math.inf
         self._last_begin = time.monotonic()
-        self._saving: Saving | None = None
+        # The save in progress, and how many milliseconds it has blocked the loop.
+        self._saving: tuple[Future[dict[str, Any]], float] | None = None
         self._pruning: Future[None] | None = None
         self._recording: list[Future[None]] = []  # validations that are being recorded
 
@@ -160,7 +153,7 @@ class Saver:
         slices = self._staging.copy(slices) if self._staging else list(slices)
         snapshot = Snapshot(manifest, slices, buffers, about)
         future = self._thread.submit(self._save, snapshot, started)
-        self._saving = Saving(future, (time.perf_counter() - started) * 1e3)
+        self._saving = future, (time.perf_counter() - started) * 1e3
 
     @property
     def is_overdue(self) -> bool:
@@ -171,7 +164,7 @@ class Saver:
     @property
     def has_failed(self) -> bool:
         """Whether the save in progress, or recording a validation, has failed on this rank."""
-        futures = [self._saving.future] if self._saving else []
+        futures = [self._saving[0]] if self._saving else []
         return any(future.done() and future.exception() for future in (*futures, *self._recording))
 
     def poll(self, wait: bool) -> dict[str, Any] | None:
@@ -179,16 +172,17 @@ class Saver:
 
         With `wait` (collective), wait for the save, and raise its error on every rank.
         """
-        saving = self._saving
-        is_over = saving and saving.future.done() and not saving.future.exception()
-        if saving is None or not (wait or is_over):
+        if self._saving is None:
+            return None
+        future, stall_ms = self._saving
+        if not wait and (not future.done() or future.exception()):
             return None
         waiting = time.perf_counter()
-        event = saving.future.result()
+        event = future.result()
         self._saving = None
         waited = (time.perf_counter() - waiting) * 1e3
         copying = self._staging.synchronize() if self._staging else 0.0  # ms on its stream
-        return {**event, "stall_ms": max(saving.stall_ms, copying) + waited}
+        return {**event, "stall_ms": max(stall_ms, copying) + waited}
 
     def validated(self, step: int, value: float) -> None:
         """Record what --keep_best compares in the checkpoint of its step, saved or being saved."""

@@ -559,7 +559,6 @@ def _shown(place: Place | None) -> str:
 
 
 def _text(documents: Documents, row: Row, start: int, stop: int) -> str:
-    """The text of tokens `start` to `stop` of a row."""
     return documents.prepared.text(row.first_token + start, stop - start)
 
 

@@ -114,7 +114,8 @@ class Init(OutputFile):
         slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
         text = Text(sample.bytes, sample.bytes_per_token, sample.held_out, sample.vocab_size)
         machine = find_machine(self, sample.vocab_size)
-        print(f"text       {shorten_line(' '.join(self.data_path), 50)}: {_described(sample)}")
+        size = f"{_size(sample.bytes)} in about {count(round(sample.documents), 'document')}"
+        print(f"text       {shorten_line(' '.join(self.data_path), 50)}: {size}")
         print(f"machine    {machine.name}; {machine.how}", flush=True)
         start = START_SECONDS.get(machine.device, 60.0)
         start += 0 if prepared else sample.bytes / PREPARED_PER_SECOND
@@ -607,10 +608,6 @@ def expectation(
     }
     lines = [(name, wrap(value, 80)) for name, value in table.items()]
     return aligned((name * (not n), part) for name, parts in lines for n, part in enumerate(parts))
-
-
-def _described(text: Sample) -> str:
-    return f"{_size(text.bytes)} in about {count(round(text.documents), 'document')}"
 
 
 def _size(text_bytes: float) -> str:

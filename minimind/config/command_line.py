@@ -221,7 +221,6 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UsageError."""
         is_answered = message.endswith("?")
         kind = MissingArgument if message.startswith(MISSING) else UsageError
         raise kind(message if is_answered else f"{message}; see {self.prog} --help")

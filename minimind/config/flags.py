@@ -102,7 +102,6 @@ class Flag:
 
     @property
     def may_be_auto(self) -> bool:
-        """Whether the value may be "auto"."""
         return bool(self.rule) or self.takes_auto
 
     @property

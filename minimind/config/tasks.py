@@ -51,7 +51,6 @@ class AskedTask:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is one of OWN_TASKS."""
         return self.folder is None and self.name in OWN_TASKS
 
 

@@ -14,7 +14,7 @@ from minimind.config.tasks import LM_EVAL, OWN_TASKS, AskedTask
 from minimind.data.tokenizer.vocabulary import JSON_NAME, write_tokenizer
 from minimind.errors import UsageError
 from minimind.inference.scores import Score, Shares, standard_error
-from minimind.runtime.installed import install_extra
+from minimind.runtime.installed import require_extra
 
 if TYPE_CHECKING:
     from minimind.data.tokenizer.load import Tokenizer
@@ -33,15 +33,11 @@ def manager_of(names: Sequence[str], folder: str | None, by: str, way_out: str) 
 
     `by` begins the message, `way_out` ends it.
     """
-    try:
-        own = _task_manager(folder, False) if folder is not None else None
-        if own is not None and {*names} <= {*own.all_tasks}:
-            return own
-        manager = _task_manager(folder, True)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{by} needs the package {LM_EVAL}, which is not installed; run {install_extra('eval')}"
-        ) from error
+    require_extra("eval", by, LM_EVAL)
+    own = _task_manager(folder, False) if folder is not None else None
+    if own is not None and {*names} <= {*own.all_tasks}:
+        return own
+    manager = _task_manager(folder, True)
     known = {*manager.all_tasks}
     if unknown := [name for name in names if name not in known]:
         near = suggest(unknown[0], [*OWN_TASKS, *sorted(known)], way_out)

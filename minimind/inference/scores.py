@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -15,23 +15,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a task."""
+    """The result of a task: its fields in a `scores` event."""
 
     value: float
     chance: float | None  # share that a guess has right; None: no share of right answers
     stderr: float | None  # standard error of the value, over the questions
     questions: int
     higher_is_better: bool = True
-
-    def event(self) -> dict[str, Any]:
-        """The fields of a task in a `scores` event."""
-        return {
-            "value": self.value,
-            "chance": self.chance,
-            "stderr": self.stderr,
-            "questions": self.questions,
-            "higher_is_better": self.higher_is_better,
-        }
 
 
 def share_right(is_right: Sequence[bool], chance: float) -> Score:
@@ -59,7 +49,7 @@ def average_of(scores: Mapping[str, Score]) -> float | None:
 def fields_of(scores: Mapping[str, Score]) -> dict[str, Any]:
     """`tasks` and `average`, as in a `scores` event."""
     return {
-        "tasks": {name: one.event() for name, one in scores.items()},
+        "tasks": {name: asdict(one) for name, one in scores.items()},
         AVERAGE: average_of(scores),
     }
 

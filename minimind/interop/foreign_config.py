@@ -32,6 +32,7 @@ from minimind.runtime.checked_json import (
 )
 
 LAYER_0 = "model.layers.0"
+OF_LAYER = re.compile(r"model\.layers\.\d")
 Called = Callable[[str], str]  # a name of ours -> that in the file
 # model_type in Hugging Face's config.json -> whether q and k are normalized (None: if there are
 # norms); the rotary base that transformers takes where the file has none, and whether it ties the
@@ -140,11 +141,6 @@ def check_flags(path: Path, config: MiniMindConfig, flags: ShapeFlags) -> None:
             )
 
 
-def count_layers(names: Mapping[str, Any]) -> int:
-    """The number of layers that have tensors."""
-    return len({name.split(".")[2] for name in names if re.match(r"model\.layers\.\d", name)})
-
-
 def shape_from_tensors(
     path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, called: Called = str
 ) -> dict[str, Any]:
@@ -180,7 +176,7 @@ def shape_from_tensors(
         "vocab_size": vocab_size,
         "hidden_size": width,
         "intermediate_size": inner,
-        "num_hidden_layers": count_layers(shapes),
+        "num_hidden_layers": len({name.split(".")[2] for name in shapes if OF_LAYER.match(name)}),
         "num_attention_heads": heads,
         "num_key_value_heads": keys // head_dim,
         "head_dim": head_dim,

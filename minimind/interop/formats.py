@@ -15,7 +15,7 @@ from minimind.errors import UsageError
 from minimind.interop.job import CONFIG, EMBEDDING, HEAD, REPLACE, Job
 from minimind.runtime import disk
 from minimind.runtime.checked_json import read_foreign_object
-from minimind.runtime.installed import install_extra
+from minimind.runtime.installed import require_extra
 
 if TYPE_CHECKING:  # what is read and written loads torch and transformers
     from minimind.checkpoint.tensor_files import Part
@@ -275,13 +275,7 @@ class Gguf(Llama):
         return kind in ("qwen2", "qwen3")
 
     def model_type(self, config: Any) -> str:
-        try:
-            import gguf  # noqa: F401 (only to see whether it is installed)
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                "--format gguf needs the package gguf, which is not installed;"
-                f" run {install_extra('gguf')}"
-            ) from error
+        require_extra("gguf", "--format gguf", "gguf")
         kind, scaling = super().model_type(config), config.rope_scaling
         lacks = {
             "llama3 rotations": scaling and scaling["rope_type"] == "llama3" and kind != "llama",

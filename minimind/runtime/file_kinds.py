@@ -81,10 +81,6 @@ def _is_utf_16(order: int) -> Callable[[bytes], bool]:
     return check
 
 
-def _is_safetensors(start: bytes) -> bool:
-    return start[5:9] == b"\0\0\0{"
-
-
 def _is_json_over_lines(start: bytes) -> bool:
     """Whether a list begins whose objects are on lines of their own."""
     line, newline, _ = start.lstrip().partition(b"\n")
@@ -201,7 +197,7 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Kind], ...] = (
     ),
     (_begins(b"%PDF-"), Kind("a PDF", "write its text as .txt")),
     (_begins_binary(GGUF.encode()), Kind(GGUF, "name the safetensors that it was made from")),
-    (_is_safetensors, Kind(SAFETENSORS, "name it .safetensors")),
+    (_has(rb".{5}\0{3}\{"), Kind(SAFETENSORS, "name it .safetensors")),
     (
         _has(rb"\x80[\x02-\x05][\x95}\](\x8a\x80c]"),
         Kind("a pickle of Python", "save it in a format that is read here; pickles may run code"),

@@ -1,10 +1,9 @@
 """Do what a stranger's file asks for in a process with limits of time and memory.
 
 What a library does cannot be stopped within a process: C code ends when it ends, and signals wait
-for it. `tried_within` starts a process for one request; `LimitedServer` starts one that loads what
-requests need, and forks for them. As a program, `limited.py FILE` runs the function `main` of a
-module that is loaded by its path, and `limited.py FILE FD` calls its function `load`. It imports no
-more than it needs, so that it starts at once.
+for it. `LimitedServer` starts a process that loads what requests need, and forks for them. As a
+program, `limited.py FILE FD` calls the function `load` of a module that is loaded by its path. It
+imports no more than it needs, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -29,40 +27,6 @@ from typing import Any
 PATIENCE = 60  # seconds, on a host that gives the process hardly any time
 LOOK = 0.02  # seconds between looks at the memory of a process that has no limit
 OUT_OF_MEMORY = 3  # exit status
-
-
-def tried_within(file: str, request: Any, seconds: float, most_bytes: int) -> str | None:
-    """The text that `main(request)` of a module returns, empty for none.
-
-    None if it does not end within some seconds of the processor, and memory. `main` catches what it
-    calls may raise: an error of a limited process is not reported.
-    """
-    command = [sys.executable, "-P", __file__, file]
-    is_watched = _is_watched()
-    given = {"request": request, "seconds": seconds, "bytes": None if is_watched else most_bytes}
-    deadline = time.monotonic() + PATIENCE
-    content: bytes | None = json.dumps(given).encode()
-    pipe = subprocess.PIPE
-    # In a session of its own, as a signal to this program's group is for this program.
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-    ) as process:
-        while True:
-            try:
-                output, errors = process.communicate(content, LOOK if is_watched else PATIENCE)
-                break
-            except subprocess.TimeoutExpired:
-                content = None  # it has been given
-                if time.monotonic() > deadline or _resident(process.pid) > most_bytes:
-                    process.kill()
-            except BaseException:  # Ctrl-C, too: the process, in its own session, would go on
-                process.kill()
-                raise
-    if process.returncode < 0 or process.returncode == OUT_OF_MEMORY:
-        return None
-    if process.returncode:
-        raise RuntimeError(f"{command} ended with {process.returncode}: {errors.decode()}")
-    return output.decode()
 
 
 def _resident(pid: int) -> int:
@@ -104,7 +68,7 @@ class LimitedServer:
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **alone, "TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,  # see `tried_within`
+                start_new_session=True,  # a signal to this program's group is for this program
             )
         try:
             _send(self._control, json.dumps(self._start).encode())
@@ -226,17 +190,13 @@ def _received(connection: socket.socket, size: int) -> bytes | None:
 def _limit(seconds: float, most_bytes: int) -> None:
     """Limit the time of the processor, that of a busy host, and memory in addition to its own."""
     if not _is_watched():
-        _limit_memory(_addresses() + most_bytes)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = _addresses() + most_bytes
+        if hard != resource.RLIM_INFINITY:  # a lower limit of the host stays: none can raise it
+            most = min(most, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-
-
-def _limit_memory(most_bytes: int) -> None:
-    """Limit the addresses; a lower limit of the host stays, as it cannot be raised."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        most_bytes = min(most_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, hard))
 
 
 def _addresses() -> int:
@@ -266,12 +226,12 @@ def _serve(file: str, control: socket.socket) -> None:
     """Load, and fork a worker for each byte that comes, which is its niceness."""
     start = json.loads(_receive(control) or b"{}")
     sys.path[:] = start["path"]
-    module = _module(file)
-    _limit(start["seconds"], start["bytes"])
     answer: Callable[[bytes], bytes] = bytes
 
     def load() -> bytes:
         nonlocal answer
+        module = _module(file)
+        _limit(start["seconds"], start["bytes"])
         value, answer = module.load(start["given"])
         return json.dumps(value).encode()
 
@@ -318,21 +278,6 @@ def _module(file: str) -> Any:
     return module
 
 
-def _main() -> None:
-    module = _module(sys.argv[1])
-    given = json.load(sys.stdin)
-    if given["bytes"] is not None:
-        _limit_memory(given["bytes"])
-    signal.setitimer(signal.ITIMER_PROF, given["seconds"])  # CPU time
-    try:
-        sys.stdout.write(module.main(given["request"]) or "")
-    except MemoryError:
-        sys.exit(OUT_OF_MEMORY)
-
-
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if len(sys.argv) == 3:
-        _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
-    else:
-        _main()
+    _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))

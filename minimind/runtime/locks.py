@@ -150,9 +150,6 @@ def locked_for_deletion(file: Path) -> Iterator[bool]:
 def _has_no_reader(descriptor: int) -> bool:
     """Whether no process reads the file; true without support for locks."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return _is_ours_alone(descriptor)
     except OSError:
-        pass  # no support for locks
-    return True
+        return True

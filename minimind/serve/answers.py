@@ -131,7 +131,6 @@ class Answer:
         return {**head, "choices": choices, "usage": self.usage(texts)}
 
     def chunk(self, *choices: Json, **more: Any) -> Json:
-        """A chunk of a stream."""
         head = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         return {**head, "choices": [*choices], **more}
 

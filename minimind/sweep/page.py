@@ -119,14 +119,11 @@ def draw(sweep: Sweep, rows: Sequence[Result]) -> list[Chart]:
 def _groups(rows: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
     """The trials that have a metric, by the names of `LOOKS`."""
     best = best_of(rows)
+    kinds = {row.folder: "finished" if row.state == "done" else "not finished" for row in rows}
+    kinds |= {best.folder: "best"} if best else {}
     for kind in LOOKS:
-        found = [row for row in rows if row.finite and _kind(row, best) == kind]
-        if found:
+        if found := [row for row in rows if row.finite and kinds[row.folder] == kind]:
             yield kind, found
-
-
-def _kind(row: Result, best: Result | None) -> str:
-    return "best" if row is best else "finished" if row.state == "done" else "not finished"
 
 
 def _each(groups: dict[str, list[Result]]) -> Iterator[tuple[str, Result, bool]]:

@@ -86,7 +86,6 @@ class Sweep(Checked):
         return [dict(zip(self.dimensions, values, strict=True)) for values in product(*axes)]
 
     def flags_of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """The flags of a trial."""
         return {**self.flags, **parameters}
 
 

@@ -33,8 +33,8 @@ FORKING.set_forkserver_preload([__name__])
 def run(out_dir: Path, acknowledged: Path, seconds: float, facts: dict[str, object]) -> None:
     """Save and upload until the process ends itself, a time after its first upload."""
     remote = RemoteRun(f"s3://{BUCKET}/{PREFIX}")
-    owner = claim(remote, out_dir, "auto", IDENTITY, frozenset())
-    uploads = Uploads(remote, owner, out_dir, RULES)
+    claimed = claim(remote, out_dir, "auto", IDENTITY, frozenset())
+    uploads = Uploads(remote, claimed, out_dir, RULES)
     root = out_dir / "checkpoints"
     sweep(root)
     step, has_end = max(map(step_of, published_checkpoints(root)), default=0), False

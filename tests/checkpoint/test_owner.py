@@ -14,7 +14,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from minimind.checkpoint.directory import MANIFEST
-from minimind.checkpoint.mirror import claim, require_mirror, require_no_mirror
+from minimind.checkpoint.mirror import claim, require_mirror, require_no_mirror, require_owner
 from minimind.checkpoint.remote_run import RemoteRun
 from minimind.errors import LockedError, StorageError
 from tests.checkpoint.saves import facts_of, save
@@ -138,7 +138,8 @@ def test_a_copy_of_a_mirror_is_an_out_dir_with_that_mirror(tmp_path: Path, train
     shutil.copytree(folder, out_dir)
     require_no_mirror(out_dir, f"file://{folder}")
     require_mirror(f"file://{folder}", out_dir, "auto")
-    claim(RemoteRun(f"file://{folder}"), out_dir, "auto", IDENTITY, frozenset()).require()
+    remote = RemoteRun(f"file://{folder}")
+    require_owner(remote, claim(remote, out_dir, "auto", IDENTITY, frozenset()))
     assert json.loads((out_dir / "mirror.json").read_bytes()) == {"run": "0123"}
     require_no_mirror(out_dir, None)
     require_no_mirror(out_dir, f"file://{out_dir}")

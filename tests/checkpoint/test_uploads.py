@@ -34,8 +34,8 @@ class Fixture:
         self.facts, self.root = facts, place / "run" / "checkpoints"
         self.root.mkdir(parents=True)
         self.remote = RemoteRun(f"file://{place}/mirror")
-        owner = claim(self.remote, place / "run", "auto", {}, frozenset())
-        self.uploads = Uploads(self.remote, owner, place / "run", rules)
+        claimed = claim(self.remote, place / "run", "auto", {}, frozenset())
+        self.uploads = Uploads(self.remote, claimed, place / "run", rules)
 
     def mirror(self, step: int) -> Path:
         """Save and upload."""

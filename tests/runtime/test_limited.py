@@ -13,61 +13,29 @@ import pytest
 
 from minimind.runtime import limited
 from minimind.runtime.heartbeat import is_alive
-from minimind.runtime.limited import Exceeded, LimitedServer, tried_within
+from minimind.runtime.limited import Exceeded, LimitedServer
 
 GIB = 2**30
-MODULE = """
-def main(request):
-    if request["gib"]:
-        held = bytearray(b"1") * int(request["gib"] * 2**30)
-        while True:
-            pass
-    return request["text"]
-"""
-
-
-@pytest.fixture
-def module(tmp_path: Path) -> str:
-    path = tmp_path / "asked.py"
-    path.write_text(MODULE)
-    return str(path)
-
-
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_what_takes_too_much_memory_is_ended(
-    module: str, platform: str, monkeypatch: pytest.MonkeyPatch
-):
-    """With a stand-in for macOS, whose processes have no limit and are watched."""
-    monkeypatch.setattr(sys, "platform", platform)
-    assert tried_within(module, {"gib": 0, "text": "done"}, 10, GIB) == "done"
-    assert tried_within(module, {"gib": 0.5, "text": ""}, 10, GIB // 4) is None
-
-
-def test_a_watched_process_is_ended_in_the_end(module: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(limited, "PATIENCE", 0.5)
-    assert tried_within(module, {"gib": 0.01, "text": ""}, 60, GIB) is None
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no limit of addresses")
-def test_a_lower_limit_of_the_host_stays(module: str):
+def test_a_lower_limit_of_the_host_stays(served: str):
     """`ulimit -v`: a process cannot raise it, and what fits in it is done."""
-    text = f"""
+    text = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
-from minimind.runtime.limited import LimitedServer, tried_within
-assert tried_within({module!r}, {{"gib": 0, "text": "done"}}, 10, 2**33) == "done"
-assert tried_within({module!r}, {{"gib": 3, "text": ""}}, 10, 2**33) is None
-with open(sys.argv[1], "w") as file:
-    file.write({SERVED!r})
-server = LimitedServer(sys.argv[1], "x", 10, 2**33)
+from minimind.runtime.limited import Exceeded, LimitedServer
+server = LimitedServer(sys.argv[1], "large", 10, 2**33)
 worker = server.worker()
 worker.ask(b"again", 10, 2**33)
 server.close()
+try:
+    LimitedServer(sys.argv[1], "larger", 10, 2**33)
+except Exceeded:
+    sys.exit(3)
 """
-    served = Path(module).with_name("served.py")
     done = subprocess.run([sys.executable, "-c", text, served], stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr
 
 
 SERVED = """
@@ -76,8 +44,8 @@ held = []
 def load(given):
     while given == "for ever":
         pass
-    if given == "large":
-        held.append(bytearray(b"1") * 2**29)
+    sizes = {"large": 2**29, "larger": 3 * 2**30}
+    held.append(bytearray(b"1") * sizes.get(str(given), 0))
     return {"given": given}, answer
 def answer(request):
     word, _, more = request.partition(b" ")
@@ -175,6 +143,12 @@ def test_nothing_goes_on_without_its_program(served: str, is_closed: bool):
 def test_what_cannot_be_loaded_within_limits(served: str, given: str, seconds: float):
     with pytest.raises(Exceeded):
         LimitedServer(served, given, seconds, GIB // 4)
+
+
+def test_a_module_that_cannot_be_imported_is_an_error(tmp_path: Path):
+    (tmp_path / "bad.py").write_text("import nothing_of_this_name")
+    with pytest.raises(RuntimeError, match="nothing_of_this_name"):
+        LimitedServer(str(tmp_path / "bad.py"), 1, 10, GIB)
 
 
 def test_memory_is_watched_where_it_has_no_limit(served: str, monkeypatch: pytest.MonkeyPatch):

@@ -301,8 +301,8 @@ def doubtful_here(ground: Ground, damage: Callable[[Path], object]) -> Iterator[
 def started(ground: Ground, root: Path, rules: Rules, stack: ExitStack) -> Uploads:
     """The uploads of a start at step 12, once the mirror has what it lacked."""
     remote = RemoteRun(f"file://{ground.root / 'mirror'}")
-    owner = claim(remote, root.parent, "auto", {}, frozenset())
-    uploads = Uploads(remote, owner, root.parent, rules)
+    claimed = claim(remote, root.parent, "auto", {}, frozenset())
+    uploads = Uploads(remote, claimed, root.parent, rules)
     stack.callback(uploads.close)
     uploads.begin(12)
     uploads.look()

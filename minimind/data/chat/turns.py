@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -147,20 +147,18 @@ class Marks:
         return sorted(found.values(), key=lambda place: place[1])
 
 
+@dataclass(frozen=True, eq=False)
 class Turns:
     """Finds the turns of the assistant in what a template writes.
 
-    `special` matches special tokens, in a group; `name` is what messages call the template. An
-    answer without one at its end may end in a text if `may_end_in_text`.
+    `_special` matches special tokens, in a group; `_name` is what messages call the template. An
+    answer without one at its end may end in a text if `_may_end_in_text`.
     """
 
-    def __init__(
-        self, beginnings: Beginnings, special: re.Pattern[str], name: str, may_end_in_text: bool
-    ) -> None:
-        self._beginnings = beginnings
-        self._special = special
-        self._name = name
-        self._may_end_in_text = may_end_in_text
+    _beginnings: Beginnings
+    _special: re.Pattern[str]
+    _name: str
+    _may_end_in_text: bool
 
     def text_and_spans(
         self, conversation: Conversation, sought: Sequence[int]

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from minimind.data.tokenizer import pattern_trial
 from minimind.errors import DataError
-from minimind.runtime.limited import tried_within
+from minimind.runtime.limited import Exceeded, LimitedServer
 
 MOST_GROWTH = 64  # characters that may be written for one; Unicode's own forms reach 18
 LONGEST_PIECE = 1024  # characters, for a model that looks for every piece at every character
@@ -141,4 +141,8 @@ def _longest_form(table: bytes) -> int:
 
 @cache
 def _is_fast(parts: str) -> bool:
-    return tried_within(pattern_trial.__file__, parts, MAX_SECONDS, MAX_BYTES) is not None
+    try:
+        LimitedServer(pattern_trial.__file__, parts, MAX_SECONDS, MAX_BYTES).close()
+    except Exceeded:
+        return False
+    return True

@@ -40,6 +40,8 @@ from minimind.data.tokenizer.vocabulary import (
     JSON_NAME,
     LARGEST_FILE,
     MODEL_NAME,
+    RESERVED_PIECES,
+    SMALLEST_ALPHABET,
     SPACE_SIGN,
     TEMPLATE_KEY,
     TOKEN_ROLES,
@@ -48,7 +50,6 @@ from minimind.data.tokenizer.vocabulary import (
     dump_json,
     escape,
     formatting_as_trained,
-    max_alphabet,
     piece_of,
     read_configuration,
     read_file,
@@ -248,7 +249,8 @@ def train_tokenizer(
     """
     require_learnable(vocab_size, special)
     passages = [escape(passage) for passage in sample(texts, sample_bytes, seed)]
-    known = alphabet(passages, max_alphabet(vocab_size, len(special)))
+    most = max(vocab_size // 2 - RESERVED_PIECES - len(special), SMALLEST_ALPHABET)
+    known = alphabet(passages, most)
     sentences = list(_sentences(passages, known))
     sentences.append(" ")  # without it a Chinese text may give no piece for the space
     if len(sentences) == 1:

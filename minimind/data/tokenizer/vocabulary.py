@@ -113,11 +113,6 @@ SMALLEST_ALPHABET = 120  # leaves room for ASCII and as many merges in 512 piece
 RESERVED_PIECES = len(BUILT_IN) + len(BYTE_NAMES)
 
 
-def max_alphabet(vocab_size: int, special: int) -> int:
-    """Number of characters with a piece: with bytes and specials they take half the vocabulary."""
-    return max(vocab_size // 2 - RESERVED_PIECES - special, SMALLEST_ALPHABET)
-
-
 def require_learnable(vocab_size: int, special: Sequence[str] = ()) -> None:
     """Raise UsageError if such a vocabulary cannot be learnt."""
     if vocab_size < SMALLEST_VOCABULARY:

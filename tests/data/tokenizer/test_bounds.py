@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,7 +152,8 @@ def test_patterns_are_tried_once(
     tiny_tokenizer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[Any] = []
-    monkeypatch.setattr(bounds, "tried_within", lambda *given: asked.append(given) or "")
+    stand_in = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(bounds, "LimitedServer", lambda *given: asked.append(given) or stand_in)
     (tmp_path / "tokenizer.model").write_bytes(tiny_tokenizer)
     load_tokenizer(tmp_path).save(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
