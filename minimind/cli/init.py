@@ -97,7 +97,6 @@ class Init(OutputFile):
     """replace a file that this command wrote at --out"""
 
     def execute(self) -> None:
-        """Ask, choose, write, and print what to expect."""
         prompts = self._prompts_beside()
         self.data_path = [*self.paths, *self.data_path]
         _ask(self)
