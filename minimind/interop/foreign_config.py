@@ -140,11 +140,6 @@ def check_flags(path: Path, config: MiniMindConfig, flags: ShapeFlags) -> None:
             )
 
 
-def count_layers(names: Mapping[str, Any]) -> int:
-    """The number of layers that have tensors."""
-    return len({name.split(".")[2] for name in names if re.match(r"model\.layers\.\d", name)})
-
-
 def shape_from_tensors(
     path: Path, shapes: Mapping[str, list[int]], flags: ShapeFlags, called: Called = str
 ) -> dict[str, Any]:
@@ -180,7 +175,9 @@ def shape_from_tensors(
         "vocab_size": vocab_size,
         "hidden_size": width,
         "intermediate_size": inner,
-        "num_hidden_layers": count_layers(shapes),
+        "num_hidden_layers": len(
+            {name.split(".")[2] for name in shapes if re.match(r"model\.layers\.\d", name)}
+        ),
         "num_attention_heads": heads,
         "num_key_value_heads": keys // head_dim,
         "head_dim": head_dim,

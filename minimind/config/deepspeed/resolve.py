@@ -122,14 +122,11 @@ def require_none(faults: Iterable[Fault]) -> None:
     """Raise a UsageError of all faults; a key is reported once, and what it holds with it."""
     kept: list[Fault] = []
     for fault in faults:
-        if not any(fault.key and _is_within(fault.key, other.key) for other in kept):
+        keys = [other.key for other in kept if other.key]
+        if not any(f"{fault.key}.".startswith(f"{key}.") for key in keys):
             kept.append(fault)
     if kept:
         raise fault_error([fault.sentence for fault in kept])
-
-
-def _is_within(key: str, other: str) -> bool:
-    return bool(other) and f"{key}.".startswith(f"{other}.")
 
 
 def resolve(
