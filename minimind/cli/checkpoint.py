@@ -39,7 +39,6 @@ class List(OfPlace):
     """print a JSON list"""
 
     def execute(self) -> None:
-        """Print one line per checkpoint."""
         place = _named(self)
         with storing(place, REMEDY):
             checkpoints = list_checkpoints(place, self.verify, _tell)
@@ -76,7 +75,6 @@ class Verify(OfPlace):
     example = "minimind checkpoint verify out"
 
     def execute(self) -> int:
-        """Print all damage; return 4 if there is any."""
         place = _named(self)
         is_damaged = False
         with storing(place, REMEDY):
@@ -98,7 +96,6 @@ class Diff(OfPlaces):
     """two out_dirs or step_ directories"""
 
     def execute(self) -> int:
-        """Print every difference between two checkpoints; return 1 if there is any."""
         if len(self.checkpoint) != 2:
             raise UsageError(f"diff takes two checkpoints, not {len(self.checkpoint)}; name two")
         _require_runs(self.checkpoint, self.typed)
@@ -153,7 +150,6 @@ class Consolidate(Whole, OfPlace):
     author = "consolidate"
 
     def execute(self) -> None:
-        """Write one checkpoint as whole tensors and print a summary."""
         self.write([_named(self)])
 
 
@@ -167,7 +163,6 @@ class Average(Whole, OfPlaces):
     """out_dirs or step_ directories, two or more"""
 
     def execute(self) -> None:
-        """Write the mean of the weights of several checkpoints and print a summary."""
         if len(self.checkpoint) < 2:
             raise UsageError("average takes two checkpoints or more, not 1; name another")
         _require_runs(self.checkpoint, self.typed)
@@ -189,7 +184,6 @@ class Prune(OfPlace):
     """only print what would be deleted"""
 
     def execute(self) -> None:
-        """Delete old checkpoints and print each."""
         place = _named(self)
         done = "would delete" if self.dry_run else "deleted"
         count, total = 0, 0

@@ -30,7 +30,6 @@ class Compare(OfPlaces):
     """print a JSON object"""
 
     def execute(self) -> int:
-        """Print where two runs part; return 1 if they do."""
         if len(self.checkpoint) != 2:
             raise UsageError(f"compare takes two runs, not {len(self.checkpoint)}; name two")
         from minimind.recovery.compare import as_json, compare, described, read_side

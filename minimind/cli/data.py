@@ -275,7 +275,6 @@ class Inspect(Cached):
     """print a JSON object"""
 
     def execute(self) -> int:
-        """Print a summary of a folder; return 3, and print the damage, if a file has changed."""
         with open_cache(self.cache_dir, self.max_cache_gib) as cache:
             return _inspect(self, cache)
 
@@ -373,7 +372,6 @@ class At(OfText):
     """print the text as well"""
 
     def execute(self) -> int:
-        """Print the rows of a step, or the documents of steps with a high loss."""
         with open_cache(self.cache_dir, self.max_cache_gib) as cache:
             return _at(self, cache)
 
@@ -387,7 +385,6 @@ class Where(OfText):
     """file of the text and line; of a table the row"""
 
     def execute(self) -> int:
-        """Print the steps that read a document, for each text that the run read."""
         with open_cache(self.cache_dir, self.max_cache_gib) as cache:
             return _where(self, cache)
 

@@ -34,7 +34,6 @@ class Env(Command):
     """print only the build of torch, and why it cannot use the GPUs"""
 
     def execute(self) -> None:
-        """Print the facts and what follows from them."""
         from minimind.launch.host_facts import read_facts
 
         if self.brief:

@@ -43,7 +43,6 @@ class Export(OfWeights, OfPlace, Output):
     """make the model private"""
 
     def execute(self) -> None:
-        """Write a model in another format and print a summary."""
         if fault := no_run(self.checkpoint, self.typed):
             raise CheckpointError(fault)
         from minimind.interop.export import export, output, push_export  # imports torch
@@ -126,7 +125,6 @@ class Import(Output):
     """for a file without config.json: maximum positions"""
 
     def execute(self) -> None:
-        """Write a model made elsewhere in our format and print a summary."""
         if fault := not_there(self.source):
             raise CheckpointError(fault)
         from minimind.interop.foreign_config import ShapeFlags, check_flags

@@ -100,7 +100,6 @@ class Filter(Cached, Output):
     """number of processes that check documents; it does not change the output"""
 
     def execute(self) -> int:
-        """Filter, and print the table of the report; raise Interrupted after Ctrl-C."""
         try:
             with open_cache(self.cache_dir, self.max_cache_gib) as cache:
                 return _filter(self, cache)

@@ -38,8 +38,7 @@ from minimind.runtime.urls import HUB_PREFIX, begins_as_url, masked
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from minimind.architecture.choice import Choice, Size
-    from minimind.data.prepare.prepared import Prepared
+    from minimind.architecture.choice import Choice, Size, Text
     from minimind.train.start import Plan
 
 HOURS = 1.0
@@ -98,12 +97,11 @@ class Init(OutputFile):
     """replace a file that this command wrote at --out"""
 
     def execute(self) -> None:
-        """Ask, choose, write, and print what to expect."""
         prompts = self._prompts_beside()
         self.data_path = [*self.paths, *self.data_path]
         _ask(self)
         self.out_dir = self.out_dir or _usual_folder(self.data_path)
-        from minimind.architecture.choice import Text, choose
+        from minimind.architecture.choice import choose
 
         began = perf_counter(), process_time()
         prepared = prepared_folder(self)
@@ -112,13 +110,13 @@ class Init(OutputFile):
         )
         # What else runs slows the start, too.
         slowed = (perf_counter() - began[0]) / max(1e-3, process_time() - began[1])
-        text = Text(sample.bytes, sample.bytes_per_token, sample.held_out, sample.vocab_size)
-        machine = find_machine(self, sample.vocab_size)
-        size = f"{_size(sample.bytes)} in about {count(round(sample.documents), 'document')}"
-        print(f"text       {shorten_line(' '.join(self.data_path), 50)}: {size}")
+        text = sample.text
+        machine = find_machine(self, text.vocab_size)
+        of_text = f"{_size(text.bytes)} in about {count(round(sample.documents), 'document')}"
+        print(f"text       {shorten_line(' '.join(self.data_path), 50)}: {of_text}")
         print(f"machine    {machine.name}; {machine.how}", flush=True)
         start = START_SECONDS.get(machine.device, 60.0)
-        start += 0 if prepared else sample.bytes / PREPARED_PER_SECOND
+        start += 0 if prepared else text.bytes / PREPARED_PER_SECOND
         start *= min(max(slowed, 1.0), SLOWEST_START) if machine.kind == "measured" else 1.0
         with phase("trying tokenizers and the steps of models", after=0.5):
             room = partial(has_room, self.data_path, machine)
@@ -252,59 +250,19 @@ def prepared_folder(args: Init) -> Path | None:
 
 @dataclass(frozen=True)
 class Sample:
-    """The size of a text by a sample of it."""
+    """What a sample of a text says of it."""
 
-    bytes: float
+    text: Text
     documents: float
-    passages: list[str]
     prompts: list[str]  # openings of documents
 
-    @property
-    def held_out(self) -> float:
-        """--val_fraction by which some of the documents are held out, 0 for too few of them."""
-        return held_out_of(self.documents)
 
-    @property
-    def vocab_size(self) -> int | None:
-        """Pieces of the tokenizer, None if the run trains one."""
-        return None
+def prepared_sample(folder: Path) -> Sample:
+    """A sample of the training text of a folder, whose tokens are counted.
 
-    def bytes_per_token(self, vocab_size: int) -> float:
-        """Bytes per token of a quarter of the sample; the tokenizer is trained on the rest."""
-        from minimind.data.tokenizer.load import load_tokenizer
-        from minimind.data.tokenizer.sentencepiece import train_tokenizer
-
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "sample.model"
-            train_tokenizer(self.passages[1:], vocab_size, path)
-            tokenizer = load_tokenizer(path)
-            held_out = self.passages[0]
-            return len(held_out.encode()) / max(1, len(tokenizer.encode(held_out)))
-
-
-@dataclass(frozen=True)
-class PreparedSample(Sample):
-    """A folder of `minimind prepare`, whose tokens are counted."""
-
-    prepared: Prepared
-
-    @property
-    def held_out(self) -> float:
-        splits = self.prepared.manifest["splits"]
-        tokens = {name: split["tokens"] for name, split in splits.items()}
-        return tokens["val"] / max(1, sum(tokens.values()))
-
-    @property
-    def vocab_size(self) -> int | None:
-        return self.prepared.tokenizer.vocab_size
-
-    def bytes_per_token(self, vocab_size: int) -> float:
-        splits = self.prepared.manifest["splits"].values()
-        return self.bytes / max(1, sum(split["tokens"] for split in splits))
-
-
-def prepared_sample(folder: Path) -> PreparedSample:
-    """A sample of the training text of a folder; raise DataError for one of conversations."""
+    Raise DataError for one of conversations.
+    """
+    from minimind.architecture.choice import Text
     from minimind.data.prepare.prepared import open_text
 
     prepared = open_text(folder)
@@ -318,10 +276,14 @@ def prepared_sample(folder: Path) -> PreparedSample:
         for begin, end in zip(begins, [*begins[1:], len(tokens)], strict=True)
     ]
     texts = [tokenizer.decode(tokens.stretch(*place).tolist()) for place in places]
-    splits = prepared.manifest["splits"].values()
-    size = sum(split["text_bytes"] for split in splits)
-    documents = sum(split["documents"] for split in splits)
-    return PreparedSample(size, documents, texts, openings(texts), prepared)
+    splits = prepared.manifest["splits"]
+    size, documents, counted = (
+        sum(split[what] for split in splits.values())
+        for what in ("text_bytes", "documents", "tokens")
+    )
+    held_out = splits["val"]["tokens"] / max(1, counted)
+    text = Text(size, lambda _: size / max(1, counted), held_out, tokenizer.vocab_size)
+    return Sample(text, documents, openings(texts))
 
 
 def openings(texts: list[str]) -> list[str]:
@@ -335,6 +297,7 @@ def read_sample(paths: list[str], on_bad_data: str = "error", **reading: Any) ->
 
     `reading` has fields of ReadOptions.
     """
+    from minimind.architecture.choice import Text
     from minimind.data.prepare.encode import documents_of, ignore, refuse
     from minimind.data.text.documents import ReadOptions
     from minimind.data.text.formats import segments_of
@@ -370,10 +333,22 @@ def read_sample(paths: list[str], on_bad_data: str = "error", **reading: Any) ->
         )
     joined = "\n".join(texts)
     quarter = max(1, len(joined) // 4)
-    passages = [joined[:quarter], joined[quarter:]]
     share = total / max(1, read_bytes)
-    size, documents = text_bytes * share, len(texts) * share
-    return Sample(size, documents, passages, openings(texts))
+    documents = len(texts) * share
+    bytes_per_token = partial(_bytes_per_token, joined[:quarter], joined[quarter:])
+    text = Text(text_bytes * share, bytes_per_token, held_out_of(documents))
+    return Sample(text, documents, openings(texts))
+
+
+def _bytes_per_token(held_out: str, training: str, vocab_size: int) -> float:
+    """Bytes per token of a text, by a tokenizer that is trained on another."""
+    from minimind.data.tokenizer.load import load_tokenizer
+    from minimind.data.tokenizer.sentencepiece import train_tokenizer
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "sample.model"
+        train_tokenizer([training], vocab_size, path)
+        return len(held_out.encode()) / max(1, len(load_tokenizer(path).encode(held_out)))
 
 
 @dataclass(frozen=True)
@@ -511,15 +486,21 @@ def speed_by_steps(size: Size, seconds: float, processes: int, one: float, most:
 
 
 def yaml_text(
-    args: Init, choice: Choice, text: Sample, machine: Machine, prompts: Path, steps: int, rows: int
+    args: Init,
+    choice: Choice,
+    sample: Sample,
+    machine: Machine,
+    prompts: Path,
+    steps: int,
+    rows: int,
 ) -> str:
     """The file: a reason behind each value. `rows` are those of one of the steps."""
     from minimind.architecture.choice import MOST_EPOCHS
 
     data = json.dumps(args.data_path, ensure_ascii=False)
     per_parameter = choice.tokens / choice.shape.parameters
-    held_out = text.held_out
-    bytes_per_token = text.bytes * (1 - held_out) / choice.text_tokens
+    text = sample.text
+    bytes_per_token = text.bytes * (1 - text.held_out) / choice.text_tokens
     every = max(1, steps // MOST_EVALUATIONS)
     # Rows of the first evaluation. A forward pass takes a third of the time of a step, per token.
     tokens_of_one = FIRST_EVAL_ROWS * choice.shape.max_seq_len / 3
@@ -536,7 +517,7 @@ def yaml_text(
         f"# and {machine.name}. Flags of the command line win over this file.",
         f"# Paths are as from {printable(os.getcwd())}, where it was written.",
         f"data_path: {data} # your text",
-        _held_out_line(text),
+        _held_out_line(sample),
         *(
             f"{name}: {json.dumps(value, ensure_ascii=False)} # --{name}"
             for name, value in args.reading().items()
@@ -568,23 +549,25 @@ def yaml_text(
     return "\n".join([*lines, "", "# The recipe `strong`:", recipe])
 
 
-def _held_out_line(text: Sample) -> str:
+def _held_out_line(sample: Sample) -> str:
+    text = sample.text
     if text.vocab_size is not None:  # a prepared folder
         return f"# Held out when it was prepared: {text.held_out:.2%} of the tokens."
-    documents = f"of about {text.documents:,.0f} documents, for validation"
+    documents = f"of about {sample.documents:,.0f} documents, for validation"
     which = "" if text.held_out else f", which takes {FEWEST_DOCUMENTS}"
     return f"val_fraction: {text.held_out:g} # {documents}{which}"
 
 
 def expectation(
-    choice: Choice, text: Sample, machine: Machine, hours: float, steps: int, rows: int
+    choice: Choice, sample: Sample, machine: Machine, hours: float, steps: int, rows: int
 ) -> str:
     """The table of what to expect."""
     from minimind.architecture.choice import MOST_EPOCHS
 
     slowest = choice.hours * SLOWER[machine.kind]
-    share, is_validated, too_few = text.held_out, text.held_out > 0, TOO_FEW
-    validated = f"{share:.2g} of the documents (about {share * text.documents:,.0f})"
+    text, share = sample.text, sample.text.held_out
+    is_validated, too_few = share > 0, TOO_FEW
+    validated = f"{share:.2g} of the documents (about {share * sample.documents:,.0f})"
     if text.vocab_size is not None:
         kept = round(share * text.bytes / text.bytes_per_token(choice.vocab_size))
         is_validated = kept > choice.shape.max_seq_len

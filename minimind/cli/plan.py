@@ -38,7 +38,6 @@ class Plan(OfRunFlags):
     """number of tokens to train on, such as 1e9"""
 
     def execute(self) -> None:
-        """Print what every ZeRO stage needs, and the command to start."""
         from minimind.architecture.plan import Machine, plan
 
         gpu = self.gpu_model and known_gpu(self.gpu_model)

@@ -45,7 +45,6 @@ class Report(OfPlaces, OutputFile):
     """port of 127.0.0.1; 0: any that is free"""
 
     def execute(self) -> None:
-        """Print the summary of each run, write the page, or serve it."""
         from minimind.report.figures import Summary
         from minimind.report.history import read_runs
         from minimind.report.page import write_report
@@ -82,7 +81,6 @@ class Doctor(OfRun):
     """print a JSON object"""
 
     def execute(self) -> int:
-        """Print what stands out in a run; return 1 if anything is more than possible."""
         from minimind.report.findings import diagnose
         from minimind.report.history import read_runs
         from minimind.report.placement import placement
@@ -136,7 +134,6 @@ class Scaling(OutputFile):
     """replace a page that this command wrote there; not with `run`"""
 
     def execute(self) -> int:
-        """Print the law and the optima, and write the page; after `run SPEC.yaml`, of its runs."""
         first, *others = self.places
         is_spec = len(others) == 1 and others[0].suffix in (".yaml", ".yml")
         trains = first == Path("run") and is_spec  # else `run` is a folder

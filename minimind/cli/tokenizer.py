@@ -83,7 +83,6 @@ class Train(OfText, Output):
     """fraction of documents that a run holds out; the tokenizer is not trained on them"""
 
     def execute(self) -> None:
-        """Train a tokenizer, write it, and print its bytes per token on held-out text."""
         try:
             with open_cache(self.cache_dir, self.max_cache_gib) as cache:
                 _train(self, cache)
@@ -110,7 +109,6 @@ class Extend(OfText, OfPlace, Output):
     """fraction of documents that a run holds out; nothing is learnt from them"""
 
     def execute(self) -> None:
-        """Write the model with more pieces; print the tokens of a text before and after."""
         if self.learn is None and self.tokens is None:
             raise UsageError("nothing is added; give --learn N and --data_path, or --tokens FILE")
         if fault := no_run(self.checkpoint, self.typed):
@@ -131,7 +129,6 @@ class Inspect(OfText):
     """tokenizer, as for --tokenizer of a run"""
 
     def execute(self) -> None:
-        """Print the pieces of a tokenizer and its statistics on text."""
         with open_cache(self.cache_dir, self.max_cache_gib) as cache:
             _inspect(self, cache)
 

@@ -92,7 +92,6 @@ class Sweep(Command):
     """trials at the same time (default: one per free GPU, one on a CPU)"""
 
     def execute(self) -> int:
-        """Run or continue a sweep; print its trials and write its page."""
         require_extra("sweep", "minimind sweep", "optuna")
         from minimind.sweep.run import sweep
 
@@ -115,7 +114,6 @@ class Tune(OfRunFlags):
     """time that all trials may take together"""
 
     def execute(self) -> int:
-        """Run or continue the trials; print their table and the command line to use."""
         from minimind.sweep.tune import tune
 
         with storing(f"--out_dir {self.out_dir}", "give another --out_dir"):
@@ -141,7 +139,6 @@ class CoordCheck(OfRunFlags):
     """number of models per width, whose results are averaged"""
 
     def execute(self) -> int:
-        """Print the coordinate check; return 0 if it is flat, else 1."""
         from minimind.sweep.coordinate_check import coordinate_check
 
         results = coordinate_check(self.run_flags, self.widths, self.steps, self.seeds)

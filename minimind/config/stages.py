@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -38,8 +39,8 @@ class StageText:
     name: str
     until: Until | None
     weights: Mapping[str, float] | None
-    max_seq_len: int | None
-    batch_size: int | None
+    max_seq_len: int | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -153,16 +154,13 @@ def _stage(given: Any, number: int, where: str) -> StageText:
         weights = _mapping(given, "weights", place, _weight, f"0, or {WEIGHTS}")
         if not any(weights.values()):
             raise UsageError(f"{place}: all weights are 0; give a source a weight above 0")
-    sizes = []
-    for key in ("max_seq_len", "batch_size"):
-        value = None if key not in given else _value(given[key], _size)
-        if value is None and key in given:
-            raise UsageError(
-                f"{place}: {key} = {given[key]!r} is not a whole number above 0; give one"
-            )
-        sizes.append(value)
+    sizes = {
+        key: _value(given[key], _size, f"{place}: {key}", "a whole number above 0; give one")
+        for key in ("max_seq_len", "batch_size")
+        if key in given
+    }
     until = _until(given["until"], place) if "until" in given else None
-    return StageText(name, until, weights, *sizes)
+    return StageText(name, until, weights, **sizes)
 
 
 def _mapping(
@@ -174,20 +172,16 @@ def _mapping(
         raise UsageError(
             f"{where}: {key} = {given!r} is not a mapping; write `{key}: {{NAME: VALUE}}`"
         )
-    values = {}
-    for name, text in given.items():
-        values[name] = _value(text, convert)
-        if values[name] is None:
-            raise UsageError(f"{where}: {key}: {name} = {text!r} is not {what}; correct it")
-    return values
+    place, what = f"{where}: {key}", f"{what}; correct it"
+    return {name: _value(text, convert, f"{place}: {name}", what) for name, text in given.items()}
 
 
-def _value(text: Any, convert: Callable[[str], Any]) -> Any:
-    """The converted text; None for a list or mapping, and for another text."""
-    try:
-        return convert(text) if isinstance(text, str) else None
-    except ValueError:
-        return None
+def _value(text: Any, convert: Callable[[str], Any], name: str, what: str) -> Any:
+    """The converted text; raise UsageError for a list, a mapping, or what is not `what`."""
+    with suppress(ValueError):
+        if isinstance(text, str):
+            return convert(text)
+    raise UsageError(f"{name} = {text!r} is not {what}")
 
 
 def _weight(text: str) -> float:
@@ -211,10 +205,11 @@ def _size(text: str) -> int:
 
 def _until(text: Any, place: str) -> Until:
     is_percent = isinstance(text, str) and text.endswith("%")
-    value = _value(text[:-1] if is_percent else text, _above_zero)
-    if value is None:
-        raise UsageError(f"{place}: until = {text!r} is not a place in the run; {EXAMPLE}")
-    exact = Fraction(repr(value)) / (100 if is_percent else 1)
+
+    def exact_of(text: str) -> Fraction:
+        return Fraction(repr(_above_zero(text.removesuffix("%")))) / (100 if is_percent else 1)
+
+    exact = _value(text, exact_of, f"{place}: until", f"a place in the run; {EXAMPLE}")
     if is_percent and exact > 1:
         raise UsageError(f"{place}: until = {text} is after the end of the run; {EXAMPLE}")
     return Until(exact, is_percent or exact < 1, text)
@@ -228,7 +223,7 @@ def _require_rising(stages: Sequence[StageText], where: str) -> None:
             f"{where}: stage {last.name}: until = {last.until.text}, but the last stage ends with"
             " the run; remove it"
         )
-    before: StageText | None = None
+    name, ended = "", None  # of the stage before
     for stage in others:
         if stage.until is None:
             raise UsageError(
@@ -240,18 +235,13 @@ def _require_rising(stages: Sequence[StageText], where: str) -> None:
                 f"{where}: stage {stage.name}: until = {stage.until.text} is the end of the run,"
                 f" and stages follow; {EXAMPLE}"
             )
-        ended = before.until if before else None
-        if (
-            before
-            and ended
-            and (ended.is_share == stage.until.is_share and ended.value >= stage.until.value)
-        ):
+        if ended and ended.is_share == stage.until.is_share and ended.value >= stage.until.value:
             raise UsageError(
                 f"{where}: stage {stage.name}: until = {stage.until.text} is not after"
-                f" {ended.text}, where stage {before.name} ends; make until rise from stage to"
+                f" {ended.text}, where stage {name} ends; make until rise from stage to"
                 " stage"
             )
-        before = stage
+        name, ended = stage.name, stage.until
 
 
 def plan_stages(

@@ -260,7 +260,9 @@ def weights_of(
     tensors = source.renamed(names)
     shape, note = form.read_config(path, tensors.shapes, flags)
     if "tie_word_embeddings" not in shape:
-        shape["tie_word_embeddings"] = _is_tied(tensors)
+        has_both = {HEAD, EMBEDDING} <= {*tensors.shapes}
+        is_tied = _is_equal(tensors, HEAD, EMBEDDING) if has_both else HEAD not in tensors.shapes
+        shape["tie_word_embeddings"] = is_tied
     if form.rotates_half(form.name):
         tensors = tensors.paired(half_to_interleaved, shape["head_dim"])
     return replace(_matched(form.name, path, shape, tensors, form.from_ours), note=note)
@@ -343,13 +345,6 @@ def _merged(path: Path, place: str) -> Weights:
     source = TensorSource(path, shapes, dtypes, merged.__getitem__)
     found = weights_of(base, source, ShapeFlags())
     return replace(found, path=path, tokenizer=find_tokenizer(path) or find_tokenizer(base))
-
-
-def _is_tied(source: TensorSource) -> bool:
-    """Whether the head is missing, or has the values of the embedding."""
-    if HEAD not in source.shapes or EMBEDDING not in source.shapes:
-        return HEAD not in source.shapes
-    return _is_equal(source, HEAD, EMBEDDING)
 
 
 def _is_equal(source: TensorSource, one: str, other: str) -> bool:

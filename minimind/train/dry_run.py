@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minimind.config.deepspeed.backend_choice import dry_run_notices
+from minimind.config.deepspeed.backend_choice import advice
 from minimind.engine.optimizers import mup_line
 from minimind.report.formats import count
 from minimind.runtime.urls import is_url, masked
@@ -37,7 +37,7 @@ def dry_run_text(plan: Plan) -> str:
         run, plan.world_size, plan.resolved.config, device=plan.setup.device
     )
     own = mup_line(run), too_large(plan.setup, plan.resolved)
-    notices = [*filter(None, own), *dry_run_notices(plan.setup, plan.resolved)]
+    notices = [*filter(None, own), *advice(plan.setup, plan.resolved, False)]
     if "batch_size" in run.open_flags:
         notices.append(
             f"auto: {', '.join(run.open_flags)} will be chosen from the text; what follows is for"

@@ -200,7 +200,7 @@ def train_planned(
         context = replace(context, hooks=Hooks(hooks, engine, logger))
     register_cleanup(context)
     # 5. Files of the run in out_dir, and what reads them.
-    notices = advice(plan.setup, plan.resolved)  # of --config too, which may be replaced here
+    notices = [*advice(plan.setup, plan.resolved)]  # of --config too, which may be replaced here
     notices += filter(None, [too_large(plan.setup, plan.resolved)])
     if engine.rank == 0:
         with storing(str(out_dir), "give another --out_dir"):

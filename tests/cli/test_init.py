@@ -112,7 +112,7 @@ def test_texts_may_be_called_like_flags(here: Path):
 def test_the_size_of_a_text_is_that_of_its_documents(here: Path):
     size = written(here / "text.jsonl", 60_000)
     assert (here / "text.jsonl").stat().st_size > 3 * 2**20
-    assert read_sample(["text.jsonl"]).bytes == pytest.approx(size, rel=0.01)
+    assert read_sample(["text.jsonl"]).text.bytes == pytest.approx(size, rel=0.01)
 
 
 def test_the_size_of_a_file_that_is_read_ahead_is_that_of_its_documents(here: Path):
@@ -124,7 +124,7 @@ def test_the_size_of_a_file_that_is_read_ahead_is_that_of_its_documents(here: Pa
     with gzip.open(here / "text.csv.gz", "wb") as packed:
         packed.write((here / "text.csv").read_bytes())
     for name in ("text.json", "text.csv", "text.csv.gz"):
-        assert read_sample([name]).bytes == pytest.approx(size, rel=0.05), name
+        assert read_sample([name]).text.bytes == pytest.approx(size, rel=0.05), name
 
 
 @pytest.mark.parametrize(
@@ -259,9 +259,10 @@ def test_the_memory_is_that_of_the_dtype_of_the_start(here: Path, monkeypatch: p
 
 
 def test_what_no_run_has_measured_is_said_so(here: Path):
-    choice = choose(Text(1e10, lambda vocab_size: 3.5), 1000, 60, lambda size, seconds: 1e6)
+    text = Text(1e10, lambda vocab_size: 3.5)
+    choice = choose(text, 1000, 60, lambda size, seconds: 1e6)
     assert choice.size is LADDER[-1]
-    sample = Sample(1e10, 1e6, ["a"], ["The"])
+    sample = Sample(text, 1e6, ["The"])
     machine = machine_of(8, 80)
     words = ["init", "--data_path", "text.jsonl", "--out_dir", "out", "--hours", "1000"]
     command = command_of(build_parser().parse_args(words))

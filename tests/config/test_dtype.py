@@ -14,7 +14,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from minimind.architecture.costs import Machine
 from minimind.architecture.plan import plan
-from minimind.config.deepspeed.backend_choice import advice, dry_run_notices, read_setup
+from minimind.config.deepspeed.backend_choice import advice, read_setup
 from minimind.config.launcher_env import Launch, read_launch
 from minimind.config.origin import Origin, Rank
 from minimind.config.parse import parse_flags
@@ -133,7 +133,7 @@ def test_an_fp16_that_is_auto_is_named_with_what_it_became(
     resolved = setup.resolve()
     lines = [line for line in advice(setup, resolved) if "fp16.enabled" in line]
     assert len(lines) == notices
-    assert {*lines} <= {*dry_run_notices(setup, resolved)}
+    assert {*lines} <= {*advice(setup, resolved, is_start=False)}
     for line in lines:
         assert f'"auto" in ds.json and off: dtype = {resolved.run.dtype} (auto: cpu has' in line
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minimind.config.deepspeed.backend_choice import advice, choose_device, idle_gpus, read_setup
+from minimind.config.deepspeed.backend_choice import advice, choose_device, read_setup
 from minimind.config.launcher_env import (
     Launch,
     parent_command,
@@ -25,6 +25,7 @@ from minimind.config.parse import parse_flags
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.device import Host
+from tests.config.notices import notices_of
 from tests.conftest import ROOT
 
 GIVEN = "accelerate launch (YAML or flag)"
@@ -177,9 +178,9 @@ def test_too_few_gpus_are_refused_and_too_many_are_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     run = parse_flags([])
     assert choose_device(run, Launch(world_size=8, local_world_size=4)) == "cuda"
-    assert "NUM_PROCESSES=4" in idle_gpus("cuda", Launch(world_size=2, local_world_size=2))
-    assert idle_gpus("cuda", Launch(world_size=8, local_world_size=4)) == ""
-    assert idle_gpus("cpu", Launch()) == ""
+    two, four = (Launch(world_size=8, local_world_size=n) for n in (2, 4))
+    assert "NUM_PROCESSES=4" in notices_of(run, "cuda", two)
+    assert "NUM_PROCESSES" not in notices_of(run, "cuda", four) + notices_of(run, "cpu")
     with pytest.raises(UsageError, match="8 processes were started here and 4 GPUs are visible"):
         choose_device(run, Launch(world_size=8, local_world_size=8))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")  # as `srun --gpus-per-task 1` sets it

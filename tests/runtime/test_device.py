@@ -11,12 +11,11 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from minimind.config.deepspeed.backend_choice import (
+    advice,
     choose_device,
     device_for,
-    idle_gpus,
     read_setup,
     with_compile,
-    without_deepspeed,
 )
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.deepspeed.rules import precision_faults
@@ -36,6 +35,7 @@ from minimind.runtime.device import (
     milliseconds,
     widened,
 )
+from tests.config.notices import notices_of
 
 MPS = KINDS["mps"]
 
@@ -119,7 +119,7 @@ def test_another_accelerator_is_asked_as_torch_has_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.xpu, "manual_seed", seeds.append)
     xpu, device = KINDS["xpu"], torch.device("xpu", 1)
     assert device_for("xpu", "--device", Launch(world_size=2, local_world_size=2)) == "xpu"
-    assert idle_gpus("xpu", Launch()).endswith("or hide the others with ZE_AFFINITY_MASK")
+    assert "or hide the others with ZE_AFFINITY_MASK" in notices_of(parse_flags([]), "xpu")
     monkeypatch.setenv("ZE_AFFINITY_MASK", "0,1")
     visible = r"3 processes were started here and 2 GPUs are visible \(ZE_AFFINITY_MASK = 0,1\)"
     with pytest.raises(UsageError, match=visible):
@@ -248,9 +248,12 @@ def test_on_a_mac_auto_is_its_gpu_in_one_process_and_the_cpu_in_several():
 def test_a_shipped_deepspeed_file_gives_way_on_a_mac(words: str, launch: Launch):
     setup = read_setup(parse_flags(words.split()), launch)
     assert (setup.device, setup.backend) == ("mps", "single")
-    assert without_deepspeed(setup).startswith("DeepSpeed does not run on mps: one process trains")
-    assert setup.resolve().backend == "single"
-    assert without_deepspeed(read_setup(parse_flags([]), Launch())) == ""
+    resolved = setup.resolve()
+    assert resolved.backend == "single"
+    (notice,) = advice(setup, resolved, is_start=False)
+    assert notice.startswith("DeepSpeed does not run on mps: one process trains")
+    plain = read_setup(parse_flags([]), Launch())
+    assert [*advice(plain, plain.resolve(), is_start=False)] == []
 
 
 @pytest.mark.usefixtures("mac")

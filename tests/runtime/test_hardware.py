@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minimind.config.deepspeed import backend_choice
-from minimind.config.deepspeed.backend_choice import device_for, eager_on_gpu, with_compile
+from minimind.config.deepspeed.backend_choice import device_for, with_compile
 from minimind.config.deepspeed.resolve import ResolvedConfig
 from minimind.config.launcher_env import Launch
 from minimind.config.parse import parse_flags
@@ -24,6 +24,7 @@ from minimind.runtime.hardware import (
     nvcc_fault,
     parse_gpus,
 )
+from tests.config.notices import notices_of
 
 H100 = "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 9.0\n"
 OLD = "NVIDIA GeForce RTX 3090, 535.183.01, 24576, 8.6\n"
@@ -151,7 +152,7 @@ def test_the_oldest_of_several_kinds_of_gpus_decides_for_all_ranks(path, monkeyp
     run = parse_flags(["--dtype", "bfloat16"])
     eager = with_compile(ResolvedConfig(run, "single"), "cuda").run
     assert eager.compile == "off"
-    assert "--dtype float16 is compiled" in eager_on_gpu(eager, "cuda")
+    assert "--dtype float16 is compiled" in notices_of(eager, "cuda")
     half = parse_flags(["--dtype", "float16"])
     assert with_compile(ResolvedConfig(half, "single"), "cuda").run.compile == "on"
     kinds.pop()
@@ -162,10 +163,10 @@ def test_without_a_compiler_auto_is_eager_with_a_warning_and_on_is_refused(monke
     monkeypatch.setattr(backend_choice, "compiler_fault", lambda *_: "no C compiler is here")
     auto = with_compile(ResolvedConfig(parse_flags([]), "single"), "cuda").run
     assert auto.compile == "off"
-    assert eager_on_gpu(auto, "cuda").endswith("which is slower: no C compiler is here")
+    assert "which is slower: no C compiler is here" in notices_of(auto, "cuda")
     on_cpu = with_compile(ResolvedConfig(parse_flags([]), "single"), "cpu").run
-    assert eager_on_gpu(on_cpu, "cpu") == ""
-    assert eager_on_gpu(parse_flags(["--compile", "off"]), "cuda") == ""
+    for run, device in ((on_cpu, "cpu"), (parse_flags(["--compile", "off"]), "cuda")):
+        assert "not compiled" not in notices_of(run, device)
     with pytest.raises(UsageError, match=r"on \(--compile\), but no C compiler .* --compile off"):
         with_compile(ResolvedConfig(parse_flags(["--compile", "on"]), "single"), "cuda")
 

@@ -15,8 +15,7 @@ from unittest import mock
 import pytest
 
 from minimind.cli.main import main
-from minimind.config.deepspeed.backend_choice import ELSEWHERE, Setup, dry_run_notices, read_setup
-from minimind.config.deepspeed.resolve import resolve
+from minimind.config.deepspeed.backend_choice import ELSEWHERE, Setup, advice, read_setup
 from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.engine import build
@@ -158,7 +157,7 @@ def test_a_login_node_checks_the_run_of_a_gpu_host(words: str, name: str, value:
     setup = setup_of(f"{GPU_HOST} {words}", {"NUM_PROCESSES": "16"})
     assert (setup.device, setup.launch.world_size) == ("cuda", 16)
     assert getattr(setup.resolve().run, name) == value
-    assert ELSEWHERE not in dry_run_notices(setup, setup.resolve())
+    assert ELSEWHERE not in [*advice(setup, setup.resolve(), False)]
 
 
 @pytest.mark.parametrize("words", ["--dtype float16", "--dtype float32 --tf32"])
@@ -166,9 +165,9 @@ def test_a_setting_of_gpus_names_the_flag_that_checks_it_on_a_login_node(words: 
     with pytest.raises(UsageError, match=r"or check the run of a GPU host \(--device cuda\)"):
         setup_of(f"--model tiny --dry_run {words}").resolve()
     setup = setup_of("--model tiny --dry_run")
-    assert ELSEWHERE in dry_run_notices(setup, setup.resolve())
+    assert ELSEWHERE in [*advice(setup, setup.resolve(), False)]
     setup = setup_of("--model tiny --dry_run --device cpu")
-    assert ELSEWHERE not in dry_run_notices(setup, setup.resolve())
+    assert ELSEWHERE not in [*advice(setup, setup.resolve(), False)]
 
 
 def test_the_number_of_processes_is_that_of_the_launch(tmp_path: Path):

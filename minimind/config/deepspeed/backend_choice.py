@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -144,14 +144,6 @@ def replaceable_params(
     has_equal = all(params[key] in DEEPSPEED_ADAM[key] for key in keys)
     fault = op_fault(op, device) if has_equal else ""
     return (keys, f"DeepSpeed's {op} cannot be compiled: {fault}") if fault else ([], "")
-
-
-def compilation_notice(config: Mapping[str, Any], device: str) -> str:
-    """Notice of the op that the first start compiles; empty if there is none."""
-    op = required_op(config)
-    if not op or op_fault(op, device) or is_installed(op) or is_compiled(op):
-        return ""
-    return f"compile  {compilation_text(op)}"
 
 
 def compilation_text(op: str) -> str:
@@ -390,154 +382,73 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
     return kind.name
 
 
-def advice(setup: Setup, resolved: ResolvedConfig) -> list[str]:
-    """Return notices about settings that waste time, memory or devices."""
-    launch = setup.launch
-    notices = (
-        config_notice(setup.run),
-        dropped_config_notice(launch),
-        without_deepspeed(setup),
-        replaced_block(setup, resolved.run),
-        idle_gpus(setup.device, launch),
-        single_process_advice(resolved, launch.world_size),
-        slow_bf16(resolved.run, setup.device),
-        unused_fp16(setup, resolved),
-        eager_on_gpu(resolved.run, setup.device),
-        exact_float32(resolved.run, setup.device),
-        replaced_adam(resolved),
-        without_effect(resolved),
-    )
-    return [*filter(None, notices)]
-
-
-def dry_run_notices(setup: Setup, resolved: ResolvedConfig) -> list[str]:
-    """Return notices about what a start does differently from the files."""
-    notices = (
-        config_notice(setup.run),
-        dropped_config_notice(setup.launch),
-        without_deepspeed(setup),
-        replaced_block(setup, resolved.run),
-        slow_bf16(resolved.run, setup.device),
-        unused_fp16(setup, resolved),
-        replaced_adam(resolved),
-        compilation_notice(resolved.config, setup.device),
-        "" if setup.device != HOST.name or setup.run.is_explicit("device") else ELSEWHERE,
-    )
-    return [*filter(None, notices)]
-
-
-def replaced_block(setup: Setup, run: RunConfig) -> str:
-    """Notice that --optimizer replaces the block of a shipped file; else empty."""
-    written = optimizer_name(get(setup.document, "optimizer.type")) or ""
-    if FLAG_OF_TYPE.get(written, run.optimizer) == run.optimizer:
-        return ""
-    by = run.sources["optimizer"]
-    return f"optimizer {run.optimizer} by {by}, in place of {setup.path}'s {written}"
-
-
-def replaced_adam(resolved: ResolvedConfig) -> str:
-    """Warning that torch's AdamW replaces DeepSpeed's, which cannot be compiled; else empty."""
-    if not resolved.adam_fault:
-        return ""
-    return (
-        f"warning  {resolved.adam_fault}; torch's fused AdamW takes its place, with equal updates"
-    )
-
-
-def without_deepspeed(setup: Setup) -> str:
-    """Notice that a shipped file has no effect, as DeepSpeed does not run there; else empty."""
-    given = setup.run.deepspeed_config or setup.launch.deepspeed_config
-    is_given = given not in (None, "none") or setup.launch.uses_deepspeed
-    if setup.device not in ALONE or not is_given:
-        return ""
-    return (
-        f"DeepSpeed does not run on {setup.device}: one process trains without it, and"
-        f" {given or DEFAULT_DEEPSPEED_CONFIG.name} has no effect"
-    )
-
-
-def dropped_config_notice(launch: Launch) -> str:
-    """Notice that a config file dropped by the launcher enables DeepSpeed; empty if none."""
-    if launch.dropped_config is None:
-        return ""
-    return (
-        f"`accelerate launch` drops --deepspeed_config_file {launch.dropped_config} without"
-        f" --use_deepspeed; this run uses DeepSpeed with {launch.deepspeed_config} all the same"
-    )
-
-
-def idle_gpus(device: str, launch: Launch) -> str:
-    """Warning that visible GPUs are unused; empty if none."""
-    kind = device_kind(device)
-    gpus = kind.count()
-    if not isinstance(kind, Accelerator) or gpus <= launch.local_world_size:
-        return ""
-    return (
-        f"warning  {gpus} GPUs are visible, {launch.local_world_size} of them are used; type"
-        f" NUM_PROCESSES={gpus} {LAUNCH} ... (torchrun --nproc_per_node {gpus} ...),"
-        f" or hide the others with {kind.variable}"
-    )
-
-
-def single_process_advice(resolved: ResolvedConfig, world_size: int) -> str:
-    """Advice to disable DeepSpeed where one process gains nothing from ZeRO; else empty."""
-    config = resolved.config
-    offloaded = any(offloads(config, what) for what in ("optimizer", "param"))
-    is_ours = resolved.optimizer_params == {"eps": 1e-8} and resolved.optimizer == "AdamW"
-    if not config or world_size > 1 or offloaded or resolved.scheduler or not is_ours:
-        return ""
-    return (
-        f"ZeRO stage {resolved.zero_stage} has nothing to divide in 1 process; --deepspeed_config"
-        " none trains without DeepSpeed (docs/memory.md)"
-    )
-
-
-def slow_bf16(run: RunConfig, device: str) -> str:
-    """Warning that this CPU emulates bfloat16; empty if it does not."""
-    if run.product_dtype != "bfloat16" or device != HOST.name or HOST.has_bf16:
-        return ""
-    return (
-        f"warning  {given(run, 'dtype')}: this CPU has no bf16 instructions and emulates them, many"
-        " times slower than float32; --dtype float32 is faster"
-    )
-
-
-def unused_fp16(setup: Setup, resolved: ResolvedConfig) -> str:
-    """Notice of `fp16.enabled: "auto"` in a user's file, which --dtype auto does not switch on.
-
-    It is empty where `bf16.enabled: "auto"` beside it is on.
+def advice(setup: Setup, resolved: ResolvedConfig, is_start: bool = True) -> Iterator[str]:
+    """Yield notices of settings that waste time, memory or devices, and of what differs from the
+    files; for a dry run (`is_start` false) of what its start would compile, too.
     """
-    run, path = resolved.run, setup.path
-    is_open = get(setup.document, "fp16.enabled") == AUTO and not run.is_explicit("dtype")
-    has_bf16 = get(setup.document, "bf16.enabled") == AUTO and run.dtype == "bfloat16"
-    if not is_open or has_bf16 or is_shipped(path):
-        return ""
-    return (
-        f'fp16.enabled is "auto" in {path} and off: {given(run, "dtype")}; --dtype float16'
-        " switches it on"
-    )
-
-
-def eager_on_gpu(run: RunConfig, device: str) -> str:
-    """Warning that --compile auto is off on a GPU because something is missing; else empty."""
-    is_eager = device_kind(device).has_triton and run.compile == "off"
-    fault = compiler_fault(device, run.product_dtype == "bfloat16") if is_eager else ""
-    if not fault or run.sources["compile"] != derived(fault):
-        return ""
-    return f"warning  the model is not compiled, which is slower: {fault}"
-
-
-def exact_float32(run: RunConfig, device: str) -> str:
-    """Advice that float32 products can use the tensor cores of a GPU; else empty."""
-    if not device_kind(device).has_tf32 or run.dtype != "float32" or run.is_explicit("tf32"):
-        return ""
-    return (
-        "float32 matrices are multiplied exactly, without tensor cores; --tf32 is several times as"
-        " fast, with 10 bits of mantissa"
-    )
-
-
-def without_effect(resolved: ResolvedConfig) -> str:
-    """Notice of ZeRO keys that have no effect at this stage or device; else empty."""
-    keys = keys_without_effect(resolved.config, resolved.sources)
-    return f"no effect at ZeRO stage {resolved.zero_stage}: {', '.join(keys)}" if keys else ""
+    run, launch, device, path = resolved.run, setup.launch, setup.device, setup.path
+    kind, config = device_kind(device), resolved.config
+    if notice := config_notice(setup.run):
+        yield notice
+    if launch.dropped_config is not None:
+        yield (
+            f"`accelerate launch` drops --deepspeed_config_file {launch.dropped_config} without"
+            f" --use_deepspeed; this run uses DeepSpeed with {launch.deepspeed_config} all the same"
+        )
+    named = setup.run.deepspeed_config or launch.deepspeed_config
+    if device in ALONE and (named not in (None, "none") or launch.uses_deepspeed):
+        yield (
+            f"DeepSpeed does not run on {device}: one process trains without it, and"
+            f" {named or DEFAULT_DEEPSPEED_CONFIG.name} has no effect"
+        )
+    written = optimizer_name(get(setup.document, "optimizer.type")) or ""
+    if FLAG_OF_TYPE.get(written, run.optimizer) != run.optimizer:  # of a shipped file
+        by = run.sources["optimizer"]
+        yield f"optimizer {run.optimizer} by {by}, in place of {path}'s {written}"
+    used = launch.local_world_size
+    if is_start and isinstance(kind, Accelerator) and (gpus := kind.count()) > used:
+        yield (
+            f"warning  {gpus} GPUs are visible, {used} of them are used; type"
+            f" NUM_PROCESSES={gpus} {LAUNCH} ... (torchrun --nproc_per_node {gpus} ...),"
+            f" or hide the others with {kind.variable}"
+        )
+    is_alone = config and launch.world_size == 1 and not resolved.scheduler
+    has_all = is_alone and not any(offloads(config, what) for what in ("optimizer", "param"))
+    is_ours = resolved.optimizer_params == {"eps": 1e-8} and resolved.optimizer == "AdamW"
+    if is_start and has_all and is_ours:
+        yield (
+            f"ZeRO stage {resolved.zero_stage} has nothing to divide in 1 process;"
+            " --deepspeed_config none trains without DeepSpeed (docs/memory.md)"
+        )
+    if run.product_dtype == "bfloat16" and device == HOST.name and not HOST.has_bf16:
+        yield (
+            f"warning  {given(run, 'dtype')}: this CPU has no bf16 instructions and emulates them,"
+            " many times slower than float32; --dtype float32 is faster"
+        )
+    auto = {b: get(setup.document, f"{b}.enabled") == AUTO for b in ("fp16", "bf16")}
+    has_bf16 = auto["bf16"] and run.dtype == "bfloat16"
+    if auto["fp16"] and not (run.is_explicit("dtype") or has_bf16 or is_shipped(path)):
+        yield (
+            f'fp16.enabled is "auto" in {path} and off: {given(run, "dtype")}; --dtype float16'
+            " switches it on"
+        )
+    if is_start and kind.has_triton and run.compile == "off":
+        fault = compiler_fault(device, run.product_dtype == "bfloat16")
+        if fault and run.sources["compile"] == derived(fault):
+            yield f"warning  the model is not compiled, which is slower: {fault}"
+    if is_start and kind.has_tf32 and run.dtype == "float32" and not run.is_explicit("tf32"):
+        yield (
+            "float32 matrices are multiplied exactly, without tensor cores; --tf32 is several times"
+            " as fast, with 10 bits of mantissa"
+        )
+    if fault := resolved.adam_fault:
+        yield f"warning  {fault}; torch's fused AdamW takes its place, with equal updates"
+    if is_start and (keys := keys_without_effect(config, resolved.sources)):
+        yield f"no effect at ZeRO stage {resolved.zero_stage}: {', '.join(keys)}"
+    if is_start:
+        return
+    op = required_op(config)
+    if op and not (op_fault(op, device) or is_installed(op) or is_compiled(op)):
+        yield f"compile  {compilation_text(op)}"
+    if device == HOST.name and not setup.run.is_explicit("device"):
+        yield ELSEWHERE

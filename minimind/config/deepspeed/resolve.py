@@ -122,8 +122,8 @@ def require_none(faults: Iterable[Fault]) -> None:
     """Raise a UsageError of all faults; a key is reported once, and what it holds with it."""
     kept: list[Fault] = []
     for fault in faults:
-        above = (f"{other.key}." for other in kept if other.key)
-        if not (fault.key and any(map(f"{fault.key}.".startswith, above))):
+        keys = [other.key for other in kept if other.key]
+        if not any(f"{fault.key}.".startswith(f"{key}.") for key in keys):
             kept.append(fault)
     if kept:
         raise fault_error([fault.sentence for fault in kept])

@@ -73,10 +73,6 @@ def _is_own_adam(f: Facts) -> bool:
     return f.optimizer in ADAM_TYPES and f[f"{PARAMS}torch_adam"] is not True
 
 
-def _scatters(f: Facts) -> bool:
-    return f.stage >= 2 and f[f"{ZERO}reduce_scatter"] in (MISSING, True)
-
-
 def _other_batch(f: Facts, key: str) -> dict[str, Any]:
     run, in_step = f.run, f.run.padded_rows(f.world_size)
     if f[key] == in_step or not isinstance(f[key], int):
@@ -208,8 +204,7 @@ RULES = (
         "data_types.grad_accum_dtype",
         lambda f, key: (f[key], f.run.dtype, f.stage) == ("fp32", "bfloat16", 0),
         "{key}, which DeepSpeed 0.19.8 does not implement with {dtype} at stage 0; use stage 1 to"
-        " 3,"
-        " or remove it",
+        " 3, or remove it",
     ),
     Rule(
         "optimizer.type",
@@ -249,18 +244,13 @@ RULES = (
         f"{{key}}, which is not supported with {OFFLOAD}; remove one of them",
     ),
     Rule(
-        "gradient_predivide_factor",
-        lambda f, key: _scatters(f) and f[key] not in (MISSING, 1),
+        "gradient_predivide_factor prescale_gradients",
+        lambda f, key: (
+            (f.stage >= 2 and f[f"{ZERO}reduce_scatter"] in (MISSING, True))
+            and not is_one_of(f[key], (MISSING, False, 1, 1.0))
+        ),
         "{key}, which is not supported with reduce_scatter at stages 2 and 3, and {stage}; remove"
-        " it,"
-        ' or write "reduce_scatter": false',
-    ),
-    Rule(
-        "prescale_gradients",
-        lambda f, key: _scatters(f) and f[key] is True,
-        "{key}, which is not supported with reduce_scatter at stages 2 and 3, and {stage}; remove"
-        " it,"
-        ' or write "reduce_scatter": false',
+        ' it, or write "reduce_scatter": false',
     ),
     Rule(
         f"{ZERO}round_robin_gradients",
@@ -375,14 +365,8 @@ RULES = (
         " {tensor_parallel.remove}",
     ),
     Rule(
-        f"{GRAD_NORM} {PARAMS}torch_adam",
-        lambda f, key: f.run.tensor_parallel > 1 and f[key] is False,
-        "{key}, which is not supported with {tensor_parallel}; remove it, or"
-        " {tensor_parallel.remove}",
-    ),
-    Rule(
-        "data_types.grad_accum_dtype",
-        lambda f, key: f.run.tensor_parallel > 1 and f[key] not in (MISSING, None),
+        f"{GRAD_NORM} {PARAMS}torch_adam data_types.grad_accum_dtype",
+        lambda f, key: f.run.tensor_parallel > 1 and f[key] not in (MISSING, None, True),
         "{key}, which is not supported with {tensor_parallel}; remove it, or"
         " {tensor_parallel.remove}",
     ),

@@ -15,8 +15,6 @@ from minimind.config.deepspeed.backend_choice import (
     TORCH_ADAM,
     Setup,
     advice,
-    compilation_notice,
-    dry_run_notices,
     required_op,
     unbuildable_optimizer,
 )
@@ -105,7 +103,7 @@ def test_auto_falls_back_to_torchs_adamw_and_says_so(uncompilable, params, offlo
     reason = f"derived: DeepSpeed's {op} cannot be compiled: {NO_NVCC} for {on}"
     completed = setup.complete(resolved, resolved.run, None)
     assert [one.sources[TORCH_ADAM] for one in (resolved, completed)] == [reason] * 2
-    assert dry_run_notices(setup, resolved) == [line]
+    assert [*advice(setup, resolved, is_start=False)] == [line]
     assert resolved.optimizer_params == setup_of({}).resolve().optimizer_params  # resumes either
 
 
@@ -117,10 +115,10 @@ def test_with_a_compiler_auto_is_deepspeeds_and_the_compilation_is_announced(com
         "compile  DeepSpeed's fused_adam is compiled at the first start, which takes minutes"
         ' ("torch_adam": true in optimizer.params avoids it)'
     )
-    assert dry_run_notices(setup, resolved) == [line]
+    assert [*advice(setup, resolved, is_start=False)] == [line]
     (compilable / "fused_adam").mkdir()
     (compilable / "fused_adam" / "fused_adam.so").touch()
-    assert dry_run_notices(setup, resolved) == []
+    assert [*advice(setup, resolved, is_start=False)] == []
 
 
 def test_what_torchs_adamw_cannot_do_is_not_replaced(uncompilable):
@@ -139,9 +137,10 @@ def test_what_torchs_adamw_cannot_do_is_not_replaced(uncompilable):
     "offload", [{}, {"zero_optimization.offload_optimizer": {"device": "cpu"}}]
 )
 def test_the_shipped_file_compiles_nothing(compilable, offload):
-    resolved = setup_of(offload).resolve()
+    setup = setup_of(offload)
+    resolved = setup.resolve()
     assert adam_of(resolved) == {"torch_adam": True, "fused": True}
-    assert compilation_notice(resolved.config, "cuda") == ""
+    assert [*advice(setup, resolved, is_start=False)] == []
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from minimind.config.deepspeed.backend_choice import (
-    Setup,
-    advice,
-    dry_run_notices,
-    read_setup,
-    with_choices,
-)
+from minimind.config.deepspeed.backend_choice import Setup, advice, read_setup, with_choices
 from minimind.config.deepspeed.document import read_deepspeed_json
 from minimind.config.deepspeed.resolve import ResolvedConfig, resolve
 from minimind.config.launcher_env import read_launch
@@ -181,7 +175,8 @@ def test_the_default_block_of_a_shipped_file_gives_way_to_a_flag(name: str, opti
     assert "optimizer" not in found.config
     line = f"optimizer {optimizer} by --optimizer, in place of {path}'s AdamW"
     notices = [line] if "optimizer" in setup.document and name != "muon" else []
-    for shown in (advice(setup, found), dry_run_notices(setup, found)):
+    for is_start in (True, False):
+        shown = advice(setup, found, is_start)
         assert [notice for notice in shown if notice.startswith("optimizer ")] == notices
 
 
