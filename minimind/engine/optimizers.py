@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -507,13 +507,21 @@ def trial_optimizer(name: str | None, params: Mapping[str, Any]) -> torch.optim.
     return optimizer
 
 
+class HasState(Protocol):
+    """A backend."""
+
+    def state(self) -> ZeroState:
+        """This rank's fp32 weights and moments."""
+        ...
+
+
 class WeightAverage:
     """average = decay x average + (1 - decay) x weights after every step; starts at the weights.
 
     After n steps the decay is at most (1 + n) / (10 + n), so that the random start is forgotten.
     """
 
-    def __init__(self, backend: Any, decay: float) -> None:
+    def __init__(self, backend: HasState, decay: float) -> None:
         self._backend, self._decay = backend, decay
         trained = [f.owner for f in backend.state().fragments if not f.is_frozen]
         self._owners = [*{id(owner): owner for owner in trained}.values()]

@@ -1,7 +1,7 @@
 """What every rank must have alike: one digest of each rank, and values only where digests differ.
 
-Ranks compare over a store of torch, before they have a process group: a group of ranks that differ
-in device, model or precision may wait for ever.
+Ranks compare over a store, before they have a process group: a group of ranks that differ in
+device, model or precision may wait for ever.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from minimind.runtime.durable_files import fingerprint
 from minimind.runtime.secret_keys import without_secret
@@ -21,6 +21,18 @@ LONGEST = 200  # characters of a value that are shown
 READ_BY_ALL_S = 10.0  # seconds that rank 0, which may hold the store, stays for the others
 
 Kinds = Mapping[str, Mapping[str, "Told"]]  # values by name, by kind; kinds in order of precedence
+
+
+class Store(Protocol):
+    """What is used of torch's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class Difference:
         )
 
 
-def first_difference(store: Any, rank: int, world_size: int, kinds: Kinds) -> Difference | None:
+def first_difference(store: Store, rank: int, world_size: int, kinds: Kinds) -> Difference | None:
     """The first difference between rank 0 and another rank, the same on every rank; collective.
 
     Each rank sends 32 bytes, and rank 0 and one that differs also what they have.
@@ -83,7 +95,7 @@ def first_difference(store: Any, rank: int, world_size: int, kinds: Kinds) -> Di
     return Difference(kind, name, other, values, (host, its_host))
 
 
-def first_other(store: Any, rank: int, world_size: int, name: str, value: str) -> int | None:
+def first_other(store: Store, rank: int, world_size: int, name: str, value: str) -> int | None:
     """The first rank whose value is not that of rank 0, the same on every rank; collective."""
 
     def first(values: list[str]) -> str:
@@ -93,20 +105,20 @@ def first_other(store: Any, rank: int, world_size: int, name: str, value: str) -
     return int(differs) if differs else None
 
 
-def smallest(store: Any, rank: int, world_size: int, name: str, value: int) -> int:
+def smallest(store: Store, rank: int, world_size: int, name: str, value: int) -> int:
     """The smallest value of all ranks; collective."""
     return int(
         _decided(store, rank, world_size, name, str(value), lambda values: min(values, key=int))
     )
 
 
-def of_rank_0(store: Any, rank: int, world_size: int, name: str, value: str) -> str:
+def of_rank_0(store: Store, rank: int, world_size: int, name: str, value: str) -> str:
     """The value of rank 0; collective."""
     return _decided(store, rank, world_size, name, value, lambda values: values[0])
 
 
 def _decided(
-    store: Any,
+    store: Store,
     rank: int,
     world_size: int,
     name: str,

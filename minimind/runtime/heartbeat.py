@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from minimind.errors import PREEMPTED, PeerError, RunError, Stopped
 from minimind.runtime import disk
@@ -200,6 +200,20 @@ VERDICT_TIMEOUT = 6.0  # seconds for the others to report that they gave up: thr
 RUN_AGAIN = "; run the same command again"
 
 
+class Store(Protocol):
+    """The part of torch.distributed.Store that heartbeats use."""
+
+    def set(self, key: str, value: str) -> Any: ...
+
+    def multi_get(self, keys: list[str]) -> Sequence[bytes | str]:
+        """Return the values of the keys; waits for missing ones."""
+        ...
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> Any:
+        """Replace the value of a key if it is `expected_value`."""
+        ...
+
+
 @dataclass(frozen=True)
 class FailedRank:
     """The rank that ended the run, a description, and the run's exit status."""
@@ -301,7 +315,7 @@ class Peers:
         self._local: dict[int, LocalState] = {}  # those of them that run on this machine
         self._pulses: dict[int, Pulse] = {}  # of the ranks that this one hears of
         self._own: Pulse | None = None
-        self._store: Any = None
+        self._store: Store | None = None
         self._beats: dict[int, dict[str, Any]] = {}  # all on rank 0, elsewhere those of the digest
         self._digest = Digest()
         self._count = 0
@@ -313,11 +327,8 @@ class Peers:
         self._thread: threading.Thread | None = None
         register(self.me)
 
-    def set_peers(self, everyone: Sequence[Worker], store: Any) -> None:
-        """Set the peers and write the first heartbeat; call `start` once all ranks have.
-
-        `store` is one of torch.distributed, or has its set, multi_get and compare_set.
-        """
+    def set_peers(self, everyone: Sequence[Worker], store: Store) -> None:
+        """Set the peers and write the first heartbeat; call `start` once all ranks have."""
         self._workers, self._local = {}, {}
         for worker in everyone:
             self._add(worker)
@@ -369,6 +380,7 @@ class Peers:
 
     def _send_and_hear(self) -> None:
         store, beat, verdict = self._store, self._heartbeat(), self._verdict
+        assert store is not None
         store.set(str(self.me.rank), json.dumps(beat))
         if verdict:  # the first one counts
             found = [verdict.rank, verdict.description, verdict.status]

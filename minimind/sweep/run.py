@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from minimind.checkpoint.run_folder import lock_out_dir
 from minimind.config.flags import FIRST_EVAL_ROWS
@@ -82,10 +82,25 @@ SWEEP = Command(
 )
 
 
+class Process(Protocol):
+    """A TrialProcess, or a stand-in for it."""
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to save and exit with status 75."""
+        ...
+
+    def kill(self) -> None: ...
+    def last_line(self) -> str: ...
+
+
 @dataclass
 class _Running:
     trial: Trial
-    process: Any  # a TrialProcess
+    process: Process
     progress: Progress
     environment: dict[str, str]
     began: float
@@ -103,7 +118,7 @@ class _Running:
 class Runner:
     """Runs trials in the folder `place`, one for each of `environments` at a time.
 
-    `start` makes a TrialProcess. `results` has what the folders tell, of earlier commands too.
+    `results` has what the folders tell, of earlier commands too.
     """
 
     def __init__(
@@ -113,7 +128,7 @@ class Runner:
         place: Path,
         environments: Sequence[dict[str, str]],
         stop: StopRequest,
-        start: Callable[[Mapping[str, Any], Mapping[str, str]], Any],
+        start: Callable[[Mapping[str, Any], Mapping[str, str]], Process],
     ) -> None:
         self.command, self.metric, self.place = command, metric, place
         self.stop, self.start = stop, start
