@@ -16,6 +16,7 @@ import pytest
 
 from minimind.cli.main import main
 from minimind.config.deepspeed.backend_choice import ELSEWHERE, Setup, advice, read_setup
+from minimind.config.deepspeed.resolve import resolve
 from minimind.config.launcher_env import planned_launch, read_launch
 from minimind.config.parse import parse_flags
 from minimind.engine import build
