@@ -162,14 +162,14 @@ def _one_browser() -> Iterator[None]:
 
 
 class Messages(logging.Handler):
-    """Keeps what is logged, with tracebacks."""
+    """Keeps `logger: message` of what is logged, with tracebacks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(self.format(record))
+        self.found.append(f"{record.name}: {self.format(record)}")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from minimind.report.history import read_runs
 from minimind.runtime import filesystem
 from minimind.runtime.durable_files import sha256_of
 from minimind.train import pretrain
+from tests.conftest import Messages
 from tests.runtime.servers import BUCKET, FaultyProxy, ObjectStore
 from tools.runs import events
 
@@ -255,14 +256,14 @@ def test_without_network_at_the_start_each_try_is_a_line_and_no_traceback(
     tmp_path: Path,
     proxy: FaultyProxy,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    messages: Messages,
 ):
     proxy.is_down = True
     with pytest.raises(StorageError, match=r"--mirror s3://bucket/runs/one: does not answer .*6 t"):
         train(flags, out_dir=str(tmp_path / "a"))
     assert capsys.readouterr().err.count("trying again") == 5
     gc.collect()  # asyncio logs an error of a task that nobody asked for when it is collected
-    assert [one.message for one in caplog.records if one.name == "asyncio"] == []
+    assert [one for one in messages.found if one.startswith("asyncio: ")] == []
 
 
 def test_the_mirror_of_another_run_is_refused(

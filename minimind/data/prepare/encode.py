@@ -254,6 +254,10 @@ class Work:
         variables = options.chat_template_kwargs or {}
         return ChatTemplate(options.chat_template, self.tokenizer, today=today, variables=variables)
 
+    @property
+    def _train_on(self) -> Any:
+        return self.plan.options.train_on
+
     @cached_property
     def _sizes(self) -> np.ndarray:
         return self.tokenizer.piece_bytes()
@@ -281,7 +285,7 @@ class Work:
         def written(conversation: Conversation, reading: ReadOptions) -> WrittenText:
             text = WrittenText(document_of(conversation, reading))
             try:
-                text.written = chat.write(conversation, self.plan.options.train_on)
+                text.written = chat.write(conversation, self._train_on)
             except Unbounded:  # which conversations are skipped may not depend on the host's speed
                 raise
             except UsageError as error:  # report the line; the template itself is valid
