@@ -326,6 +326,7 @@ class Engine(Ranks):
 
         Leaves the model in eval mode.
         """
+        rows = rows[:, : self.row_tokens]  # records of a teacher are not read
         self.backend.forward.eval()
         if self.kind.pins and rows.is_cpu:  # from other memory a copy waits for what is queued
             rows = rows.pin_memory()
