@@ -71,12 +71,18 @@ def in_classes(logits_BTV: Tensor, ids_BTK: Tensor) -> Tensor:
     return F.log_softmax(torch.cat([logits_BTV.gather(-1, ids_BTK), rest_BT1], -1), dim=-1)
 
 
+def loss_name(teacher: str, weight: float, temperature: float) -> str:
+    """What tells the loss of a run from other losses."""
+    name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {teacher}"
+    return name if temperature == 1 else f"{name} at temperature {temperature:g}"
+
+
 @dataclass(frozen=True)
 class Distillation:
     """The loss of a run with a teacher."""
 
     teacher: Any  # a model in eval mode, without gradients
-    name: str  # tells it from other losses
+    name: str
     weight: float  # of the KL divergence; the cross-entropy has the rest
     temperature: float
     eos_id: int | None  # at which the documents of a row start; None: they see one another
