@@ -453,7 +453,7 @@ def test_two_processes_train_as_one_at_any_stage(launch: Launcher, given: Flags,
     cases = {
         "one": (1, "--deepspeed_config none --batch_size 4"),
         "stage_2": (2, ""),
-        "stage_3": (2, "--deepspeed_config zero3"),
+        "stage_3": (2, "--deepspeed_config zero3 --verify_interval 2"),
         "tensor": (2, "--tensor_parallel 2 --batch_size 4"),
         "padded_one": (1, "--deepspeed_config none --global_batch_size 7 --batch_size 7"),
         "padded_two": (2, "--global_batch_size 7 --batch_size 2"),
