@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,13 +52,12 @@ def record_teacher(argv: Sequence[str], out: Path, force: bool, top_k: int) -> N
 def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
     run, (prepared, _, _), teacher = plan.run, plan.rows(), plan.teacher
     if not isinstance(teacher, Teacher):
-        raise UsageError(f"--teacher {run.teacher}: has records already; name the teacher itself")
+        raise UsageError(f"{given(run, 'teacher')} has records already; name the teacher itself")
     vocab_size = prepared.tokenizer.vocab_size
     if top_k > vocab_size:
         raise UsageError(f"--top_k {top_k}: the tokenizer has {vocab_size} ids; give at most these")
-    facts: dict[str, Any] = facts_of(run, prepared.tokenizer, prepared)
-    facts |= {"teacher": teacher.digest, "dtype": run.dtype}
-    facts |= {"top_k": top_k, "vocab_size": vocab_size}
+    own = {"teacher": teacher.digest, "dtype": run.dtype, "top_k": top_k, "vocab_size": vocab_size}
+    facts = facts_of(run, prepared.tokenizer, prepared) | own
     device = torch.device(plan.setup.device)
     set_numerics(device.type, run.deterministic, run.tf32)
     distillation = teacher.distillation(run, prepared.tokenizer.eos_id)
