@@ -16,7 +16,7 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.shards.teacher_rows import TeacherRows
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
-from minimind.model.distillation import RecordedDistillation, loss_name
+from minimind.model.distillation import Distillation, loss_name
 from minimind.runtime.durable_files import fingerprint
 
 TOKENIZER = "tokenizer"  # the folder of the tokenizer inside
@@ -53,12 +53,12 @@ class TeacherFolder:
                     " this run, or train with those of the folder"
                 )
 
-    def distillation(self, run: RunConfig, _: int) -> RecordedDistillation:
+    def distillation(self, run: RunConfig, _: int) -> Distillation:
         """The loss of the run."""
         facts, values = self.rows.facts, (run.distill_weight, run.distill_temperature)
         of = f"{facts['teacher'][:8]}, {facts['top_k']} ids and the rest"
         name = loss_name(f"{of} (records {self.digest[:8]})", *values)
-        return RecordedDistillation(self.rows, name, *values)
+        return Distillation(None, name, *values, rows=self.rows)
 
 
 def facts_of(run: RunConfig, tokenizer: Tokenizer, prepared: Prepared | None) -> dict[str, Any]:
