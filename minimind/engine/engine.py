@@ -36,7 +36,7 @@ from minimind.runtime.device import HOST, device_kind, widened
 if TYPE_CHECKING:
     from minimind.config.run_config import RunConfig
     from minimind.engine.deepspeed_backend import DeepSpeedBackend
-    from minimind.model.distillation import Distillation, RecordedDistillation
+    from minimind.model.distillation import Distillation
 
 COMPILE_TIMEOUT = 3600.0  # seconds that ranks wait for one that compiles
 
@@ -140,7 +140,7 @@ class Engine(Ranks):
             from minimind.model.own_loss import OwnLoss
 
             self.trained_loss["own_loss"] = OwnLoss.imported(run.own_loss)
-        self.distillation: Distillation | RecordedDistillation | None = None
+        self.distillation: Distillation | None = None
         self.row_tokens = run.max_seq_len + 1  # after them a row may have a teacher's record
         # Validation is not compiled: on a GPU our models always compute parts.
         in_parts = self.kind is not HOST and resolved.run.hugging_face is None
@@ -186,7 +186,7 @@ class Engine(Ranks):
         """Let a target count by the weight of its source, none below 1."""
         self.loss_weights = torch.tensor(weights, device=self.device)
 
-    def learn_from(self, distillation: Distillation | RecordedDistillation) -> None:
+    def learn_from(self, distillation: Distillation) -> None:
         """Train with the loss of a teacher, which is moved here and computes as the model does."""
         if distillation.teacher is not None:
             compute_as(self.resolved.run, distillation.teacher, self.device)
@@ -326,6 +326,7 @@ class Engine(Ranks):
 
         Leaves the model in eval mode.
         """
+        rows = rows[:, : self.row_tokens]  # records of a teacher are not read
         self.backend.forward.eval()
         if self.kind.pins and rows.is_cpu:  # from other memory a copy waits for what is queued
             rows = rows.pin_memory()

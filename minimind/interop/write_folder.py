@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minimind.checkpoint.tensor_files import Part, write_parts
-from minimind.errors import StorageError
 from minimind.interop.tensor_sources import INDEX, WHOLE
 from minimind.runtime import disk
-from minimind.runtime.durable_files import free_bytes, mebibytes, write_durably
+from minimind.runtime.durable_files import mebibytes, write_durably
 from minimind.runtime.output_folder import NewFolder
 
 SHARDS = "model-*-of-*.safetensors"
@@ -52,17 +51,11 @@ def is_ours(folder: Path) -> bool:
 
 @contextmanager
 def new_folder(out: NewFolder, parts: list[Part], texts: Mapping[str, bytes]) -> Iterator[Path]:
-    """A draft of `out` to write `parts` to; it gets `texts` too and appears complete or not at all.
+    """A draft of `out` to write `parts` to, which gets `texts` too.
 
-    Raise StorageError before anything is written if it does not fit on the disk.
+    It appears complete or not at all; StorageError, before anything is written, if it does not fit.
     """
     needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
-    free = free_bytes(out.path)
-    if free < needed:
-        raise StorageError(
-            f"{out.path}: {needed:,} bytes ({mebibytes(needed)}) are needed and {free:,}"
-            f" ({mebibytes(free)}) are free; free some space, or give another --out"
-        )
     with out.written_aside(needed) as draft:
         yield draft
         for name, content in texts.items():

@@ -71,22 +71,32 @@ def in_classes(logits_BTV: Tensor, ids_BTK: Tensor) -> Tensor:
     return F.log_softmax(torch.cat([logits_BTV.gather(-1, ids_BTK), rest_BT1], -1), dim=-1)
 
 
+def loss_name(teacher: str, weight: float, temperature: float) -> str:
+    """What tells the loss of a run from other losses."""
+    name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {teacher}"
+    return name if temperature == 1 else f"{name} at temperature {temperature:g}"
+
+
 @dataclass(frozen=True)
 class Distillation:
-    """The loss of a run with a teacher."""
+    """The loss of a run with a teacher, or with its records, which rows have after their tokens."""
 
-    teacher: Any  # a model in eval mode, without gradients
-    name: str  # tells it from other losses
+    teacher: Any  # a model in eval mode, without gradients; None with records
+    name: str
     weight: float  # of the KL divergence; the cross-entropy has the rest
     temperature: float
-    eos_id: int | None  # at which the documents of a row start; None: they see one another
-    rows: None = None  # has no records
+    eos_id: int | None = None  # at which the documents of a row start; None: they see one another
+    rows: Any = None  # the TeacherRows; None without records
 
-    def of(self, inputs: dict[str, Tensor], _: Tensor | None = None) -> DistilledLoss:
-        """The loss of logits and targets for these arguments of the student.
+    def of(self, inputs: dict[str, Tensor], records: Tensor | None = None) -> DistilledLoss:
+        """The loss of logits and targets for these arguments of the student, or these records.
 
         The teacher sees as much of a row as the student does.
         """
+        if self.rows is not None:
+            log_probs, ids = self.rows.unpacked(records)
+            ids_of_all = self.rows.facts["vocab_size"]
+            return RecordedLoss(log_probs, self.weight, self.temperature, ids, ids_of_all)
         ids, starts = inputs["input_ids"], inputs.get("document_starts")
         if starts is None and self.eos_id is not None:
             starts = eos_starts(ids, None, self.eos_id)
@@ -101,20 +111,3 @@ class Distillation:
         logits = self.of(inputs).teacher_BTV[..., :vocab_size].float() / self.temperature
         ids = logits.topk(top_k).indices
         return in_classes(logits, ids), ids
-
-
-@dataclass(frozen=True)
-class RecordedDistillation:
-    """The loss of a run whose rows have records of a teacher after their tokens."""
-
-    rows: Any  # the TeacherRows
-    name: str
-    weight: float
-    temperature: float
-    teacher: None = None  # no model computes
-
-    def of(self, _: dict[str, Tensor], records: Tensor) -> RecordedLoss:
-        """The loss of logits and targets of rows with these records."""
-        log_probs, ids = self.rows.unpacked(records)
-        ids_of_all = self.rows.facts["vocab_size"]
-        return RecordedLoss(log_probs, self.weight, self.temperature, ids, ids_of_all)

@@ -316,9 +316,8 @@ class SpikeGuard:
         share = batches.order.share(engine.data_rank, engine.parallel.data_size)
         first = batches.order.positions(step).start + share.start
         begin = number * batches.micro_batch_rows
-        micro_batch = self.batches.at(step)[number]
         # A forward pass may be collective, so that padding takes one too.
-        losses = [self._loss_of(row) for row in micro_batch[:, : batches.row_tokens]]
+        losses = [self._loss_of(row) for row in self.batches.at(step)[number]]
         own = [*zip(losses, range(first + begin, first + len(share)), strict=False)]
         if not engine.parallel.is_first(engine.rank):  # the first one has the same rows
             own = []

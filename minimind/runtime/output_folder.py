@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from minimind.errors import DataError, UsageError
 from minimind.runtime import disk
-from minimind.runtime.durable_files import storing, sync_directory, write_durably
+from minimind.runtime.durable_files import free_bytes, storing, sync_directory, write_durably
 from minimind.runtime.locks import held, remove_unheld
 
 REMEDY = "give another --out"
@@ -70,12 +72,14 @@ class NewFolder:
     def written_aside(self, needed: int = 0, key: bytes | None = None) -> Iterator[Path]:
         """Yield a draft folder that is renamed to the path at the end.
 
-        `needed` bytes appear in the error of a full disk. A second command waits, then fails. With
-        a key the draft stays after an error, other than that of arguments or data, and is yielded
-        again to the next command with the same key.
+        Raise StorageError at once if fewer than `needed` bytes are free. A second command waits,
+        then fails. With a key the draft stays after an error, other than that of arguments or data,
+        and is yielded again to the next command with the same key.
         """
         out, draft = self.path, _beside(self.path, "draft")
         with storing(str(out), REMEDY, needed=needed):
+            if needed and free_bytes(out) < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             out.parent.mkdir(parents=True, exist_ok=True)
             with held(out, "write", fcntl.LOCK_EX):
                 self.require_free()

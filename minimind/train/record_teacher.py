@@ -8,20 +8,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minimind.config.checks import given
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
 from minimind.config.paths import naming_flags
 from minimind.data.shards.teacher_rows import NAME, ROWS, SUMS, TeacherRows
 from minimind.data.tokenizer.vocabulary import TOKENIZER_FILES
 from minimind.engine.engine import compute_as, marked_inputs
-from minimind.errors import UsageError
+from minimind.errors import NumericError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.device import set_numerics
 from minimind.runtime.durable_files import mebibytes
@@ -37,7 +37,8 @@ OWN = (NAME, ROWS, SUMS, *(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES))
 
 def record_teacher(argv: Sequence[str], out: Path, force: bool, top_k: int) -> None:
     """Write the folder for the run of these flags, and print its size."""
-    run = replace(parse_flags(argv), resume="none")  # checkpoints in its out_dir are no matter
+    # Checkpoints in its out_dir are no matter, nor is how processes share a matrix.
+    run = replace(parse_flags(argv), resume="none", tensor_parallel=1)
     if run.teacher is None:
         raise UsageError("no teacher was named; give --teacher PLACE among the flags of the run")
     path, author = disk.resolve(out.expanduser()), "minimind data logits"
@@ -51,13 +52,12 @@ def record_teacher(argv: Sequence[str], out: Path, force: bool, top_k: int) -> N
 def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
     run, (prepared, _, _), teacher = plan.run, plan.rows(), plan.teacher
     if not isinstance(teacher, Teacher):
-        raise UsageError(f"--teacher {run.teacher}: has records already; name the teacher itself")
+        raise UsageError(f"{given(run, 'teacher')} has records already; name the teacher itself")
     vocab_size = prepared.tokenizer.vocab_size
     if top_k > vocab_size:
         raise UsageError(f"--top_k {top_k}: the tokenizer has {vocab_size} ids; give at most these")
-    facts: dict[str, Any] = facts_of(run, prepared.tokenizer, prepared)
-    facts |= {"teacher": teacher.digest, "dtype": run.dtype}
-    facts |= {"top_k": top_k, "vocab_size": vocab_size}
+    own = {"teacher": teacher.digest, "dtype": run.dtype, "top_k": top_k, "vocab_size": vocab_size}
+    facts = facts_of(run, prepared.tokenizer, prepared) | own
     device = torch.device(plan.setup.device)
     set_numerics(device.type, run.deterministic, run.tf32)
     distillation = teacher.distillation(run, prepared.tokenizer.eos_id)
@@ -72,6 +72,11 @@ def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
             inputs = marked_inputs(rows.to(device), has_starts=run.task == "sft")
             recorded = distillation.recorded(inputs, top_k, vocab_size)
             log_probs, ids = (tensor.cpu() for tensor in recorded)
+            if not log_probs.isfinite().all():
+                raise NumericError(
+                    f"{given(run, 'teacher')}: its probabilities in {run.dtype} are not finite in"
+                    f" rows {numbers[0]} to {numbers[-1]}; give another --dtype or teacher"
+                )
             of_targets = log_probs[rows[:, 1:] >= 0]
             targets += len(of_targets)
             mass += float(of_targets[:, :-1].exp().sum(dtype=torch.float64))

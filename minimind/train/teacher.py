@@ -38,7 +38,7 @@ from minimind.interop.weights import (
     load_weights_from,
 )
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.distillation import Distillation
+from minimind.model.distillation import Distillation, loss_name
 from minimind.runtime import disk
 from minimind.runtime.checked_json import read_foreign_object
 from minimind.runtime.hub import local_model
@@ -117,10 +117,8 @@ class Teacher:
 
     def distillation(self, run: RunConfig, eos_id: int) -> Distillation:
         """The loss of the run, with the model on the CPU, read in the dtype that it computes in."""
-        weight, temperature = run.distill_weight, run.distill_temperature
-        name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {self.digest[:8]}"
-        if temperature != 1:
-            name += f" at temperature {temperature:g}"
+        values = run.distill_weight, run.distill_temperature
+        name = loss_name(self.digest[:8], *values)
         config, dtype = self.weights.config, getattr(torch, run.weight_dtype)
         is_ours = isinstance(config, MiniMindConfig)
         if is_ours:  # its tables survive `to_empty`
@@ -141,4 +139,4 @@ class Teacher:
         if not is_ours and run.doc_mask:
             require_separate_documents(model)
         by_eos = run.doc_mask and run.task == "pretrain"
-        return Distillation(model.to(dtype), name, weight, temperature, eos_id if by_eos else None)
+        return Distillation(model.to(dtype), name, *values, eos_id if by_eos else None)

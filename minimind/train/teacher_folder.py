@@ -16,7 +16,8 @@ from minimind.data.prepare.prepared import Prepared
 from minimind.data.shards.teacher_rows import TeacherRows
 from minimind.data.tokenizer.load import Tokenizer
 from minimind.errors import UsageError
-from minimind.model.distillation import RecordedDistillation
+from minimind.model.distillation import Distillation, loss_name
+from minimind.runtime.durable_files import fingerprint
 
 TOKENIZER = "tokenizer"  # the folder of the tokenizer inside
 
@@ -52,14 +53,12 @@ class TeacherFolder:
                     " this run, or train with those of the folder"
                 )
 
-    def distillation(self, run: RunConfig, _: int) -> RecordedDistillation:
+    def distillation(self, run: RunConfig, _: int) -> Distillation:
         """The loss of the run."""
-        weight, temperature, facts = run.distill_weight, run.distill_temperature, self.rows.facts
-        name = f"{1 - weight:g} cross-entropy + {weight:g} KL from teacher {facts['teacher'][:8]},"
-        name += f" {facts['top_k']} ids and the rest (records {self.digest[:8]})"
-        if temperature != 1:
-            name += f" at temperature {temperature:g}"
-        return RecordedDistillation(self.rows, name, weight, temperature)
+        facts, values = self.rows.facts, (run.distill_weight, run.distill_temperature)
+        of = f"{facts['teacher'][:8]}, {facts['top_k']} ids and the rest"
+        name = loss_name(f"{of} (records {self.digest[:8]})", *values)
+        return Distillation(None, name, *values, rows=self.rows)
 
 
 def facts_of(run: RunConfig, tokenizer: Tokenizer, prepared: Prepared | None) -> dict[str, Any]:
@@ -75,5 +74,7 @@ def facts_of(run: RunConfig, tokenizer: Tokenizer, prepared: Prepared | None) ->
     facts = {name: getattr(run, name) for name in names} | {"tokenizer": tokenizer.fingerprint}
     if prepared is None:  # the text is not read yet
         return facts
-    rows = prepared.train.rows(run.max_seq_len + 1)
-    return facts | {"text": prepared.manifest["fingerprint"], "rows": rows}
+    shards = prepared.manifest["splits"]["train"]["shards"]
+    keys = ("source", "tokens", "sha256", "index_sha256")  # not the weights of the sources
+    text = fingerprint([[shard[key] for key in keys] for shard in shards])
+    return facts | {"text": text, "rows": prepared.train.rows(run.max_seq_len + 1)}

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from transformers import (
 from minimind.cli.main import main
 from minimind.data.tokenizer.load import load_tokenizer
 from minimind.data.tokenizer.sentencepiece import train_tokenizer
-from minimind.interop import write_folder
 from minimind.interop.gguf import gguf_vocabulary
 from minimind.interop.weights import load_weights_from
 from minimind.model.causal_lm import MiniMindForCausalLM
@@ -494,7 +494,7 @@ def test_existing_output_is_replaced_only_with_force_if_it_is_an_export(folder, 
 
 @pytest.mark.parametrize("form", ["minimind", "llama", "gguf"])
 def test_export_that_does_not_fit_on_the_disk(form, folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(write_folder, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     words = ["export", "--checkpoint", folder, "--format", form, "--out", tmp_path / "out"]
     assert main(list(map(str, words))) == 5
     refused(5, "bytes", "1,000", capsys=capsys, tmp_path=tmp_path)

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
-from minimind.model.distillation import (
-    Distillation,
-    DistilledLoss,
-    RecordedDistillation,
-    RecordedLoss,
-    in_classes,
-)
+from minimind.model.distillation import Distillation, DistilledLoss, RecordedLoss, in_classes
 from minimind.model.loss import IGNORED, next_token_loss
 
 DRAW = torch.Generator().manual_seed(1)
@@ -119,7 +113,7 @@ def test_padding_has_zeros_as_records_and_no_part_in_the_loss():
         return records.view(1, 7, 4).float(), records.view(1, 7, 4)[..., 1:]
 
     rows = SimpleNamespace(unpacked=unpacked, facts={"vocab_size": 40})
-    loss = RecordedDistillation(rows, "", 1.0, 2.0).of({}, torch.zeros(1, 28).long())
+    loss = Distillation(None, "", 1.0, 2.0, rows=rows).of({}, torch.zeros(1, 28).long())
     leaf = STUDENT[:1].clone().requires_grad_()
     found = loss(leaf, torch.full((1, 7), IGNORED))
     found.sum().backward()

@@ -7,11 +7,13 @@ import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
@@ -23,6 +25,7 @@ from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.load_model import load_checkpoint
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
+from minimind.recovery import corruption
 from minimind.train.start import decide
 from minimind.train.teacher import Teacher
 from tests.conftest import Launcher
@@ -212,7 +215,7 @@ def test_a_step_from_records_is_that_of_float64(
 
 
 def test_a_run_from_records_resumes_bit_for_bit_also_when_they_have_moved(
-    given: Flags, records: Flags, tmp_path: Path
+    given: Flags, records: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With a check for corruption, which reads rows of its own, and rows of padding."""
     flags = {**records, "verify_interval": 2, "spike_guard": True, "batch_size": 4}
@@ -225,9 +228,33 @@ def test_a_run_from_records_resumes_bit_for_bit_also_when_they_have_moved(
         with pytest.raises(CheckpointError, match=r"model\.loss: .*allow_change model"):
             train({**half, **change})
     moved = shutil.copytree(records["teacher"], tmp_path / "moved")
+    # As at stage 3 it then computes the validation loss of its rows.
+    monkeypatch.setattr(corruption, "is_sharded", lambda engine: True)
     assert train({**half, "teacher": str(moved), "num_workers": 1}) == 0
     assert curve(tmp_path / "half") == curve(tmp_path / "whole")
     assert val_losses(tmp_path / "half") == val_losses(tmp_path / "whole")
+
+
+def test_records_serve_any_weights_of_the_sources(given: Flags, tmp_path: Path):
+    flags: Flags = {name: given[name] for name in given if name != "data_path"}
+    for name in ("a", "b"):
+        lines = [json.dumps({"text": f"{name} text {n} of {name}"}) for n in range(120)]
+        (text := tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        own = ["--tokenizer", f"{given['teacher']}/tokenizer", "--val_fraction", "0.1"]
+        assert minimind(["prepare", str(text), *own, "--out", str(tmp_path / name)]) == 0
+
+    def mixed(*weights: int) -> list[str]:
+        pairs = zip("ab", weights, strict=True)
+        return [f"{name}={tmp_path / name}:{weight}" for name, weight in pairs]
+
+    folder, command = tmp_path / "records", ["data", "logits", "--top_k", "600", "--out"]
+    sources = [f"--source={one}" for one in mixed(1, 3)]
+    assert minimind([*command, str(folder), "--", *sources, *words(flags)]) == 0
+    for name, teacher in (("taught", given["teacher"]), ("recorded", str(folder))):
+        run = {**flags, "teacher": teacher, "source": mixed(2, 1), "out_dir": str(tmp_path / name)}
+        assert train(run) == 0
+    for one, other in zip(curve(tmp_path / "taught"), curve(tmp_path / "recorded"), strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
 
 
 def test_a_spike_has_its_rows_and_a_rollback_the_records_of_those_after_it(
@@ -297,24 +324,44 @@ def test_damaged_records_end_the_run(records: Flags, tmp_path: Path):
     (folder / "rows.bin").write_bytes(content[:-8])
     with pytest.raises(DataError, match=r"rows\.bin: .* bytes are not the"):
         train(flags, out_dir=str(tmp_path / "cut"))
+    (folder / "rows.bin").unlink()
+    with pytest.raises(DataError, match=r"rows\.bin: .* 0 bytes are not the"):
+        train(flags, out_dir=str(tmp_path / "gone"))
     (folder / "teacher.json").unlink()  # which is written last
     with pytest.raises(CheckpointError, match="records: "):
         train(flags, out_dir=str(tmp_path / "none"))
 
 
 def test_records_are_of_a_model_and_of_ids_that_there_are(
-    given: Flags, records: Flags, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: Flags,
+    records: Flags,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     plain = {name: given[name] for name in given if name != "teacher"}
-    for flags, top_k, told in (
-        (records, "8", "has records already"),
-        (given, "601", "--top_k 601: the tokenizer has 600 ids"),
-        (plain, "8", "no teacher was named"),
+    export = tmp_path / "export"
+    command = ["export", "--checkpoint", given["teacher"], "--format", "minimind"]
+    assert minimind([*command, "--out", str(export)]) == 0
+    (file,) = export.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"].fill_(1e38)
+    weights["model.embed_tokens.weight"] *= 100
+    save_file(weights, file)
+    for status, flags, top_k, told in (
+        (6, {**given, "teacher": str(export)}, "8", "are not finite in rows 0 to 1; "),
+        (2, records, "8", "has records already"),
+        (2, given, "601", "--top_k 601: the tokenizer has 600 ids"),
+        (2, plain, "8", "no teacher was named"),
     ):
         command = ["data", "logits", "--top_k", top_k, "--out", str(tmp_path / "out")]
-        assert minimind([*command, "--", *words(flags)]) == 2
+        assert minimind([*command, "--", *words(flags)]) == status
         assert told in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert minimind([*command[:2], *command[4:], "--", *words(given)]) == 5
+    assert "needed, 1,000 free" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 # The config.json of GPT-2 has dropout, which is the student's alone.
@@ -406,7 +453,7 @@ def test_two_processes_train_as_one_at_any_stage(launch: Launcher, given: Flags,
     cases = {
         "one": (1, "--deepspeed_config none --batch_size 4"),
         "stage_2": (2, ""),
-        "stage_3": (2, "--deepspeed_config zero3"),
+        "stage_3": (2, "--deepspeed_config zero3 --verify_interval 2"),
         "tensor": (2, "--tensor_parallel 2 --batch_size 4"),
         "padded_one": (1, "--deepspeed_config none --global_batch_size 7 --batch_size 7"),
         "padded_two": (2, "--global_batch_size 7 --batch_size 2"),

@@ -127,7 +127,8 @@ class Batches:
         # All ranks take as many micro-batches as the first one, which has the most rows.
         each = -(-len(order.share(0, data_size)) // micro_batch_rows) * micro_batch_rows
         self._padded_share = each
-        small = TOKENS_AT_ONCE // (each * row_tokens)
+        width = row_tokens + (teacher.row_bytes // 8 if teacher else 0)
+        small = TOKENS_AT_ONCE // (each * width)
         self._steps_at_once = max(1, small) if workers else 1
         self._reader = ThreadPoolExecutor(max(1, workers), "read-ahead", kind.use, (device,))
         self._pending: dict[int, Future[Block]] = {}  # by number of the block
@@ -166,19 +167,16 @@ class Batches:
 
     def _padded(self, places: np.ndarray, steps: int, size: int) -> torch.Tensor:
         """Rows at the `places` of so many steps, each step filled to `size` rows by padding."""
-        given = len(places) // steps
-
-        def padded(numbers: np.ndarray, value: int) -> torch.Tensor:
-            rows = torch.from_numpy(numbers)
-            if given == size:
-                return rows
-            by_step = rows.view(steps, given, rows.shape[1])
-            return F.pad(by_step, (0, 0, 0, size - given), value=value).flatten(0, 1)
-
-        rows = padded(self._shards.read_rows(places, self.row_tokens), PADDING)
-        if self._teacher is None:
+        rows, given = self._shards.read_rows(places, self.row_tokens), len(places) // steps
+        if self._teacher is not None:
+            rows = np.concatenate([rows, self._teacher.read(places)], axis=1)
+        rows = torch.from_numpy(rows)
+        if given == size:
             return rows
-        return torch.cat([rows, padded(self._teacher.read(places), 0)], dim=1)
+        by_step = rows.view(steps, given, rows.shape[1])
+        by_step = F.pad(by_step, (0, 0, 0, size - given), value=PADDING)
+        by_step[:, given:, self.row_tokens :] = 0
+        return by_step.flatten(0, 1)
 
     def _block(self, number: int) -> Block:
         """Return a block, read ahead or now, and start reading the next ones."""

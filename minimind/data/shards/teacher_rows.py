@@ -68,8 +68,9 @@ class TeacherRows:
             raise type(error)(f"{folder / NAME}: {error}; write the folder again") from error
         rows = cls(folder, facts)
         require_hash(folder / SUMS, facts["sums"])
-        if (size := disk.stat(folder / ROWS).st_size) != rows.bytes:
-            raise changed(folder / ROWS, f"its {size:,} bytes are not the {rows.bytes:,}")
+        size = disk.stat(path).st_size if disk.exists(path := folder / ROWS) else 0
+        if size != rows.bytes:
+            raise changed(path, f"its {size:,} bytes are not the {rows.bytes:,}")
         return rows
 
     @property
@@ -122,7 +123,6 @@ class TeacherRows:
         sizes, shape = self._parts, (len(records), self.facts["max_seq_len"], -1)
         content = records.contiguous().view(torch.uint8)[:, : sum(sizes)]
         log_probs, ids = (part.contiguous() for part in content.split(sizes, dim=1))
-        is_short = token_dtype(self.facts["vocab_size"]).itemsize == 2
-        numbers = ids.view(torch.int16 if is_short else torch.int32).long()
-        numbers = numbers % 2**16 if is_short else numbers  # the sign bit is one of the id
-        return log_probs.view(torch.float32).view(shape), numbers.view(shape)
+        size = token_dtype(self.facts["vocab_size"]).itemsize
+        signed = ids.view(torch.int16 if size == 2 else torch.int32).long()
+        return log_probs.view(torch.float32).view(shape), (signed % 256**size).view(shape)
