@@ -45,7 +45,7 @@ $(READY) $(VENV)/.run-ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt --editable '.[$(EXTRA)]'
 	@touch $@
 
-train: $(RUN_READY) ## train the tiny model on what this Python says about itself: 5 to 8 minutes on two CPU cores after installing
+train: $(RUN_READY) ## train the tiny model on what this Python says about itself: 3 to 8 minutes on two CPU cores after installing
 	@$(BIN)/python examples/stdlib_corpus.py $(SAMPLE)/stdlib.jsonl
 	@PYTHON=$(BIN)/python bash run_accelerate.sh --config strong --model tiny --data_path $(SAMPLE)/stdlib.jsonl \
 	  --out_dir $(SAMPLE)/run --cache_dir $(SAMPLE)/cache --max_steps $(STEPS) --batch_size 8 \

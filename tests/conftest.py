@@ -209,7 +209,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def longest_files_first(items: list[pytest.Item], known: Mapping[str, float]) -> None:
-    """By `known`, the seconds of files in the last run, so that workers end alike.
+    """Sort tests by the seconds of their files in the last run, so that workers end together.
 
     Unknown files come first: those with launches, those with hundreds of tests, those with few.
     """

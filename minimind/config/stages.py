@@ -205,11 +205,13 @@ def _size(text: str) -> int:
 
 def _until(text: Any, place: str) -> Until:
     is_percent = isinstance(text, str) and text.endswith("%")
-
-    def exact_of(text: str) -> Fraction:
-        return Fraction(repr(_above_zero(text.removesuffix("%")))) / (100 if is_percent else 1)
-
-    exact = _value(text, exact_of, f"{place}: until", f"a place in the run; {EXAMPLE}")
+    whole = 100 if is_percent else 1
+    exact = _value(
+        text,
+        lambda text: Fraction(repr(_above_zero(text.removesuffix("%")))) / whole,
+        f"{place}: until",
+        f"a place in the run; {EXAMPLE}",
+    )
     if is_percent and exact > 1:
         raise UsageError(f"{place}: until = {text} is after the end of the run; {EXAMPLE}")
     return Until(exact, is_percent or exact < 1, text)

@@ -51,9 +51,9 @@ def is_ours(folder: Path) -> bool:
 
 @contextmanager
 def new_folder(out: NewFolder, parts: list[Part], texts: Mapping[str, bytes]) -> Iterator[Path]:
-    """A draft of `out` to write `parts` to, which gets `texts` too.
+    """Yield a draft of `out` to write `parts` to; `texts` are written after them.
 
-    It appears complete or not at all; StorageError, before anything is written, if it does not fit.
+    The folder appears complete or not at all. Raise StorageError first if it does not fit.
     """
     needed = sum(part.bytes for part in parts) + sum(map(len, texts.values()))
     with out.written_aside(needed) as draft:

@@ -37,7 +37,7 @@ class DistilledLoss:
         return (1 - self.weight) * entropy_B + self.weight * self.temperature**2 * kl_B
 
     def log_probabilities(self, student_BTV: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the student and of the teacher, float32, of the same classes."""
+        """Log-probabilities of student and teacher for the same classes, float32."""
         ids = min(student_BTV.shape[-1], self.teacher_BTV.shape[-1])
         student, teacher = (
             F.log_softmax(logits[..., :ids].float() / self.temperature, dim=-1)
@@ -57,7 +57,7 @@ class RecordedLoss(DistilledLoss):
     vocab_size: int  # ids of the teacher
 
     def log_probabilities(self, student_BTV: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of the student and of the teacher, float32, (B, T, K + 1)."""
+        """Log-probabilities of student and teacher, float32, (B, T, K + 1)."""
         logits = student_BTV[..., : self.vocab_size].float() / self.temperature
         return in_classes(logits, self.ids_BTK), self.teacher_BTV
 

@@ -88,7 +88,7 @@ class RunContext:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in force, which ends earlier once --patience or a hook ends the run."""
+        """The schedule in force. It is shorter once --patience or a hook has ended the run."""
         schedule = self.patience.schedule if self.patience else self.plan.rows()[2]
         if self.hooks is None or self.hooks.stopped_at is None:
             return schedule

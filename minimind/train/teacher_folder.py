@@ -24,7 +24,7 @@ TOKENIZER = "tokenizer"  # the folder of the tokenizer inside
 
 @dataclass(frozen=True)
 class TeacherFolder:
-    """The records; has what a `Teacher` has."""
+    """The records of a teacher, with the interface of `Teacher`."""
 
     place: str
     rows: TeacherRows
@@ -62,8 +62,10 @@ class TeacherFolder:
 
 
 def facts_of(run: RunConfig, tokenizer: Tokenizer, prepared: Prepared | None) -> dict[str, Any]:
-    """What the probabilities of a teacher depend on besides its weights; raise UsageError if it is
-    not one thing for the whole run.
+    """What the records of a teacher depend on, besides its weights.
+
+    Raise UsageError for --stages, whose rows have several lengths. Without `prepared`, the facts of
+    the text are left out.
     """
     if run.stages:
         raise UsageError(

@@ -123,7 +123,7 @@ FACTS = {
     ),
     "minutes of make train": Fact(
         r"(\d+) (?:to|到) (\d+) (?:minutes|分钟)",
-        lambda: ("5", "8"),
+        lambda: ("3", "8"),
         ("README.md", "README_zh.md", "index.md", "index_zh.md", "faq.md", "faq_zh.md", "Makefile"),
         "make train|^train: ",
     ),

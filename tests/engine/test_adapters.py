@@ -92,7 +92,7 @@ def plain(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture(scope="module")
 def more(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The rest, a source before what goes on from it; the first time an op is compiled."""
+    """The other cases. CASES lists a source before what resumes from it; an op may be compiled."""
     names = [name for name in CASES if name not in SHORT or name in SOURCES]
     place = tmp_path_factory.mktemp("more")
     return studied(nursery, place, [*names, *LONG_CROSSINGS], MAX_WAIT + SILENT)

@@ -128,7 +128,7 @@ def test_transformers_reads_an_export_with_the_same_ids_and_logits(
 
 
 def flags_of(places: Path, out_dir: Path, **more: Any) -> dict[str, Any]:
-    """Those of a run from the extended model."""
+    """Flags of a run from the extended model."""
     return {
         **{"data_path": str(places / "text.jsonl"), "init_from": str(places / "untied-grown")},
         **{"cache_dir": str(places / "cache"), "out_dir": str(out_dir), "max_steps": 4},

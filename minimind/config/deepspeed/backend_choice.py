@@ -383,8 +383,9 @@ def device_for(requested: str, source: str, launch: Launch) -> str:
 
 
 def advice(setup: Setup, resolved: ResolvedConfig, is_start: bool = True) -> Iterator[str]:
-    """Yield notices of settings that waste time, memory or devices, and of what differs from the
-    files; for a dry run (`is_start` false) of what its start would compile, too.
+    """Yield notices of wasted time, memory and devices, and of settings other than in the files.
+
+    A dry run (`is_start` false) has the second kind, and tells what a start would compile.
     """
     run, launch, device, path = resolved.run, setup.launch, setup.device, setup.path
     kind, config = device_kind(device), resolved.config

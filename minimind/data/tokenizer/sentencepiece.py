@@ -249,6 +249,7 @@ def train_tokenizer(
     """
     require_learnable(vocab_size, special)
     passages = [escape(passage) for passage in sample(texts, sample_bytes, seed)]
+    # With bytes and specials, the characters take half of the vocabulary.
     most = max(vocab_size // 2 - RESERVED_PIECES - len(special), SMALLEST_ALPHABET)
     known = alphabet(passages, most)
     sentences = list(_sentences(passages, known))
