@@ -22,7 +22,7 @@ from minimind.config.run_config import CONFIGS
 from minimind.config.yaml_files import load_yaml
 from minimind.errors import UsageError
 from minimind.runtime import disk
-from minimind.runtime.environment import rank_of, require_environment, require_set
+from minimind.runtime.environment import rank_of, require_environment
 from minimind.runtime.urls import masked_text
 
 # Variable -> (field of the Accelerate YAML's deepspeed_config, key of the DeepSpeed JSON).
@@ -256,13 +256,8 @@ def parent_command() -> list[str]:
 
 
 def set_rendezvous_defaults(environ: MutableMapping[str, str]) -> None:
-    """Set the rendezvous variables for a process group of one.
-
-    With WORLD_SIZE above 1, raise RendezvousError if a variable is missing.
-    """
-    if environ.get("WORLD_SIZE", "1") != "1":
-        require_set(environ, ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
-    elif "MASTER_PORT" not in environ:
+    """Set the rendezvous variables for a process group of one; several have theirs."""
+    if environ.get("WORLD_SIZE", "1") == "1" and "MASTER_PORT" not in environ:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             environ["MASTER_PORT"] = str(free.getsockname()[1])

@@ -281,20 +281,16 @@ def _is_in(value: str, allowed: range) -> bool:
     return is_number and int(value) in allowed
 
 
-def require_set(environ: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise RendezvousError if this process, one of several, lacks a variable of `names`."""
-    missing = " and ".join(name for name in names if not environ.get(name))
-    if missing:
-        raise RendezvousError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']} in the environment, without {missing}; set the"
-            " missing variables for every process, or use a launcher (docs/launching.md)"
-        )
-
-
 def _require_ranks(environ: Mapping[str, str]) -> None:
-    """Raise RendezvousError if a rank is missing, or not below the number of processes."""
+    """Raise RendezvousError if one of several processes lacks a variable of theirs, or if a rank is
+    not below their number."""
     if int(environ.get("WORLD_SIZE", "1")) > 1:
-        require_set(environ, ("RANK", "LOCAL_RANK"))
+        names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if missing := ", ".join(name for name in names if not environ.get(name)):
+            raise RendezvousError(
+                f"WORLD_SIZE is {environ['WORLD_SIZE']} in the environment, without {missing}; set"
+                " the missing variables for every process, or use a launcher (docs/launching.md)"
+            )
     world = _size_above(environ, "RANK", ("WORLD_SIZE",))
     here = _size_above(environ, "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"))
     if here > world:

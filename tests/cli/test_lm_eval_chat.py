@@ -169,7 +169,8 @@ def test_several_processes_and_a_missing_package_are_refused(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert evaluated(chat_model) == 2
     assert "--lm_eval needs the package lm_eval, which is not" in capsys.readouterr().err
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert evaluated(chat_model) == 2
     assert "runs in one process, and 2 were started" in capsys.readouterr().err

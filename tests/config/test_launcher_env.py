@@ -30,7 +30,8 @@ from tests.conftest import ROOT
 
 GIVEN = "accelerate launch (YAML or flag)"
 SHIPPED = str(DEFAULT_DEEPSPEED_CONFIG)
-TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **MEETING}
 ENGAGED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
 FROM_YAML = {**ENGAGED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.json"}
 
@@ -52,7 +53,8 @@ def test_a_process_started_by_hand_is_rank_0_of_1():
 
 def test_every_launchers_variables_are_read():
     assert (read_launch(TWO).rank, read_launch(TWO).world_size) == (1, 2)
-    deepspeed = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}
+    ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_SIZE": "2"}
+    deepspeed = {**ranks, **MEETING}
     assert read_launch(deepspeed).local_world_size == 2
     del deepspeed["LOCAL_SIZE"]
     assert read_launch(deepspeed).local_world_size == 4
@@ -202,14 +204,16 @@ def test_one_process_alone_gets_a_port_and_several_keep_theirs():
     alone: dict[str, str] = {}
     set_rendezvous_defaults(alone)
     assert (alone["RANK"], alone["WORLD_SIZE"], alone["MASTER_ADDR"]) == ("0", "1", "127.0.0.1")
-    given = {**TWO, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    before = dict(given)
+    given = dict(TWO)
     set_rendezvous_defaults(given)
-    assert given == before
-    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-        partly = {key: value for key, value in before.items() if key != name}
-        with pytest.raises(RendezvousError, match=f"without {name}; set"):
-            set_rendezvous_defaults(partly)
+    assert given == TWO
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", *MEETING])
+def test_one_of_several_processes_needs_every_variable_before_anything_is_read(name: str):
+    partly = {key: value for key, value in TWO.items() if key != name}
+    with pytest.raises(RendezvousError, match=f"without {name}; set"):
+        read_launch(partly)
 
 
 def test_device_auto_is_no_contradiction_of_a_yaml_that_states_cpu():

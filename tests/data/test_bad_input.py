@@ -21,7 +21,8 @@ from tools.runs import left_over
 @pytest.fixture
 def start_error(monkeypatch, tmp_path, corpus):
     """Runs rank 0 of two up to its first mistake, and gives that back."""
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
 

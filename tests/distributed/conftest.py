@@ -10,6 +10,7 @@ from tests.conftest import Launcher, Run
 from tools.runs import config_of_stage
 
 FP32 = "--dtype float32"
+BF16 = "--dtype bfloat16"  # also on a CPU that emulates it
 STEPS = 36  # long enough to be killed in the middle
 LONGER = f"--max_steps {STEPS} --save_interval 6"
 
@@ -23,7 +24,9 @@ def largest_relative_difference(one: list[float], other: list[float]) -> float:
 def unbroken(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """bf16, ZeRO-2, two processes, saved and validated on the way."""
     out_dir = tmp_path_factory.mktemp("unbroken") / "out"
-    return launch.run(out_dir, f"{LONGER} --eval_interval 18 --profile --profile_interval 16")
+    return launch.run(
+        out_dir, f"{BF16} {LONGER} --eval_interval 18 --profile --profile_interval 16"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ from minimind.launch.restart import (
 from minimind.runtime.heartbeat import Layout, read_layout
 from minimind.train.pretrain import record_for_restart
 from tests.conftest import ROOT, Launcher, Run
-from tests.distributed.conftest import FP32, LONGER, STEPS
+from tests.distributed.conftest import BF16, FP32, LONGER, STEPS
 from tests.distributed.test_launchers import environment
 from tools.forking import free_port
 from tools.runs import kill_all, left_over, wait_for, workers
@@ -641,7 +641,7 @@ def test_a_killed_worker_of_one_host_is_started_again_and_the_run_is_the_same(
 ):
     for name, value in RESTARTING.items():
         monkeypatch.setenv(name, value)
-    started = launch.start(tmp_path, f"{LONGER} --eval_interval 18")
+    started = launch.start(tmp_path, f"{BF16} {LONGER} --eval_interval 18")
     wait_for(started, tmp_path, '"step": 8,')
     victim = workers(started.pid)[1].pid
     os.kill(victim, signal.SIGKILL)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Launcher, Run
-from tests.distributed.conftest import FP32, LONGER, STEPS, largest_relative_difference
+from tests.distributed.conftest import BF16, FP32, LONGER, STEPS, largest_relative_difference
 from tests.train.starts import require_labels, start_of
 from tools.forking import Forked
 from tools.runs import config_of_stage
@@ -172,7 +172,7 @@ def test_ddp_is_deepspeed_and_split_batches_counts_over_all_processes(
 def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bit(
     forked: Forked, unbroken: Run, tmp_path: Path
 ):
-    flags = f"{LONGER} --eval_interval 18"
+    flags = f"{BF16} {LONGER} --eval_interval 18"
     forked.run_until(tmp_path, flags, "checkpoint_saved")
     stopped = forked.run(tmp_path, f"{flags} --stop_at_step 33")
     assert stopped.status == 75, stopped.stderr

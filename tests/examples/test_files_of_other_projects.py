@@ -28,6 +28,7 @@ from minimind.config.parse import parse_flags
 from minimind.engine.build import require_accepted
 from minimind.errors import UsageError
 from minimind.launch import plan
+from minimind.runtime.device import Host
 
 Settings = dict[str, Any]
 Verdict = str | dict[str, Any]
@@ -535,6 +536,7 @@ def named(files: list[File]) -> Any:
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backend_choice, "parent_command", lambda: ["bash"])
+    monkeypatch.setattr(Host, "has_bf16", True)
     for name in ("DS_ACCELERATOR", "ACCELERATE_TORCH_DEVICE"):  # require_accepted sets both
         monkeypatch.setenv(name, "cpu")
 
@@ -600,6 +602,7 @@ def launched(path: Path, gpus: int, monkeypatch: pytest.MonkeyPatch) -> Launch:
     started, exports, _ = plan.write_plan(path.with_name("target.yaml"), "auto")
     count, hosts = started["num_processes"], started["num_machines"]
     ranks = {"WORLD_SIZE": count, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": count // hosts}
+    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     exported = {name: str(value) for name, value in {**ranks, **exports}.items()}
     return read_launch({**environment(path.with_name("target.yaml")), **exported})
 

@@ -23,7 +23,7 @@ from minimind.config.deepspeed.resolve import resolve
 from minimind.config.parse import build_parser, parse_flags
 from minimind.engine.build import require_accepted
 from minimind.launch import train_pretrain
-from minimind.runtime.device import CUDA
+from minimind.runtime.device import CUDA, Host
 from minimind.runtime.exit import Ending
 from tests.refusals.rows import STATUSES, Row, all_rows, command_line, write_files
 
@@ -32,6 +32,8 @@ LAUNCHED = {
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
     "ACCELERATE_USE_DEEPSPEED": "true",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.json",
     "ACCELERATE_MIXED_PRECISION": "no",
@@ -95,6 +97,7 @@ def outcome(
     row: Row, argv: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> tuple[int, str]:
     """The status of a row's command, and what it wrote to stderr."""
+    monkeypatch.setattr(Host, "has_bf16", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: row.gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: row.gpus)
     monkeypatch.setattr(type(CUDA), "memory", lambda self, index: 80 * 2**30)

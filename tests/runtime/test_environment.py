@@ -19,8 +19,8 @@ from minimind.runtime import environment
 from minimind.runtime.environment import RANGES, allow_connections, rank_of, require_environment
 from tests.conftest import ROOT
 
-TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **MEETING}
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -54,7 +54,10 @@ def test_a_number_that_is_none_is_reported_by_name_and_value(name: str, value: s
         ({"MASTER_ADDR": "a/b"}, "no name and no IP"),
         ({"RANK": "5"}, "RANK is 5 in the environment and WORLD_SIZE is not set.*; unset RANK"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK is 1 .* WORLD_SIZE is not set"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 .*, without RANK and LOCAL_RANK; set the missing"),
+        (
+            {"WORLD_SIZE": "2"},
+            "WORLD_SIZE is 2 .*, without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT; set",
+        ),
         ({**TWO, "RANK": "2"}, "RANK is 2 .* WORLD_SIZE is 2"),
         ({**TWO, "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1 .* LOCAL_WORLD_SIZE is 1"),
         ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE is 2 .*more than the 1 processes"),
@@ -87,7 +90,7 @@ def test_what_is_out_of_range_or_contradicts_another_is_reported(
     "environ",
     [
         {},
-        {**TWO, **MEETING},
+        TWO,
         {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_SIZE": "4", **MEETING},
         {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": ""},
         {"GLOO_SOCKET_IFNAME": "eth0,lo", "NCCL_SOCKET_IFNAME": "nope,et"},
@@ -95,7 +98,7 @@ def test_what_is_out_of_range_or_contradicts_another_is_reported(
         {"NCCL_SOCKET_IFNAME": "=eth0"},
         {"TMPDIR": "/tmp"},
         {"MASTER_ADDR": "nobody.invalid"},  # one process meets nobody
-        *({**TWO, **MEETING, "MASTER_ADDR": host} for host in ("::1", "127.1", "localhost")),
+        *({**TWO, "MASTER_ADDR": host} for host in ("::1", "127.1", "localhost")),
         *({"MASTER_ADDR": host} for host in ("fe80::1%lo", "node_1", "a.b-c", "::ffff:1.2.3.4")),
     ],
 )
@@ -140,7 +143,7 @@ def test_an_address_that_no_host_has_is_refused(
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setattr(time, "monotonic", lambda: sum(waited))
     with pytest.raises(RendezvousError) if report else nullcontext() as caught:
-        require_environment({**TWO, **MEETING, "MASTER_ADDR": host})
+        require_environment({**TWO, "MASTER_ADDR": host})
     if caught:
         assert f"MASTER_ADDR is '{report}" in str(caught.value)
         assert "knows no such address" in str(caught.value)

@@ -175,6 +175,7 @@ def test_the_number_of_processes_is_that_of_the_launch(tmp_path: Path):
     path = tmp_path / "a.yaml"
     path.write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "NUM_PROCESSES": "8"}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for environ, count in (
         ({}, 1),
         ({"NUM_PROCESSES": "8"}, 8),
