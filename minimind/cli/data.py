@@ -581,7 +581,10 @@ class Logits(OfRunFlags, Output):
         """Write the folder, in this process; print its size, and how much of it the ids have."""
         from minimind.train.record_teacher import record_teacher
 
-        record_teacher(self.run_flags, self.out, self.force, self.top_k)
+        try:
+            record_teacher(self.run_flags, self.out, self.force, self.top_k)
+        except KeyboardInterrupt as stop:
+            raise Interrupted("stopped; run the same command again to continue") from stop
 
 
 DATA = Group(

@@ -24,7 +24,7 @@ from minimind.engine.engine import compute_as, marked_inputs
 from minimind.errors import NumericError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.device import set_numerics
-from minimind.runtime.durable_files import mebibytes
+from minimind.runtime.durable_files import canonical_json, mebibytes
 from minimind.runtime.environment import environment_kept
 from minimind.runtime.output_folder import NewFolder
 from minimind.train.inputs import require_inputs
@@ -64,13 +64,15 @@ def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
     compute_as(run, distillation.teacher, device)
     size, n_rows, targets, mass = run.micro_batch_rows(1), facts["rows"], 0, 0.0
 
-    def records() -> Iterator[tuple[Tensor, Tensor]]:
+    def records(interrupted: TeacherRows) -> Iterator[tuple[Tensor, Tensor]]:
         nonlocal targets, mass
         for first in tqdm(range(0, n_rows, size), "micro-batches", disable=None):
             numbers = np.arange(first, min(first + size, n_rows))
             rows = torch.from_numpy(prepared.train.read_rows(numbers, run.max_seq_len + 1))
-            inputs = marked_inputs(rows.to(device), has_starts=run.task == "sft")
-            recorded = distillation.recorded(inputs, top_k, vocab_size)
+            recorded = interrupted.kept(first, len(numbers))
+            if recorded is None:
+                inputs = marked_inputs(rows.to(device), has_starts=run.task == "sft")
+                recorded = distillation.recorded(inputs, top_k, vocab_size)
             log_probs, ids = (tensor.cpu() for tensor in recorded)
             if not log_probs.isfinite().all():
                 raise NumericError(
@@ -83,9 +85,10 @@ def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
             yield log_probs, ids
 
     started, rows = time.perf_counter(), TeacherRows(folder.path, facts)
-    with folder.written_aside(rows.bytes) as draft:
+    with folder.written_aside(rows.bytes, canonical_json(facts)) as draft:
         prepared.tokenizer.save(draft / TOKENIZER)
-        replace(rows, folder=draft).write(records())
+        in_draft = replace(rows, folder=draft)
+        in_draft.write(records(in_draft))
     print(
         f"{n_rows:,} rows of {run.max_seq_len} targets in {time.perf_counter() - started:.1f} s:"
         f" {mebibytes(rows.bytes)}, {rows.row_bytes / run.max_seq_len:.0f} bytes a target;"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,7 @@ from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.load_model import load_checkpoint
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
+from minimind.model.distillation import Distillation
 from minimind.recovery import corruption
 from minimind.train.start import decide
 from minimind.train.teacher import Teacher
@@ -69,11 +71,45 @@ def words(flags: Flags) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def record(flags: Flags, out: Path, top_k: int) -> Path:
+def record(flags: Flags, out: Path, top_k: int, status: int = 0) -> Path:
     """The folder that `minimind data logits` writes for a run with these flags."""
     command = ["data", "logits", "--top_k", str(top_k), "--out", str(out), "--", *words(flags)]
-    assert minimind(command) == 0
+    assert minimind(command) == status
     return out
+
+
+def test_interrupted_it_goes_on_and_asks_again_what_a_power_cut_lost(
+    given: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    whole, out, text = record(given, tmp_path / "whole", 8), tmp_path / "out", capsys.readouterr().out
+    asked, ask = list[int](), Distillation.recorded
+    stop_at = 5
+
+    def recorded(self: Distillation, inputs: Any, *sizes: int) -> Any:
+        asked.append(len(inputs["input_ids"]))
+        if len(asked) == stop_at:
+            raise KeyboardInterrupt
+        return ask(self, inputs, *sizes)
+
+    monkeypatch.setattr(Distillation, "recorded", recorded)
+    record(given, out, 8, status=130)
+    assert "run the same command again" in capsys.readouterr().err
+    assert not out.exists()
+    left = tmp_path / ".out.draft" / "rows.bin"
+    facts = json.loads((whole / "teacher.json").read_text())
+    row_bytes = (whole / "rows.bin").stat().st_size // facts["rows"]
+    size = given["batch_size"]
+    content = left.read_bytes()[: 4 * size * row_bytes - 8]  # the fourth micro-batch is cut
+    left.write_bytes(content[: size * row_bytes] + bytes(8) + content[size * row_bytes + 8 :])
+    asked.clear()
+    stop_at = 0
+    record(given, out, 8)
+    assert sum(asked) == facts["rows"] - 2 * size  # the first and the third were there
+    for path in (path for path in whole.rglob("*") if path.is_file()):
+        assert (out / path.relative_to(whole)).read_bytes() == path.read_bytes()
+    assert {p.name for p in out.iterdir()} == {p.name for p in whole.iterdir()}
+    of_all = re.compile(r"8 of .* of the probability")
+    assert of_all.findall(capsys.readouterr().out) == of_all.findall(text) != []
 
 
 @pytest.fixture(scope="module")

@@ -103,10 +103,25 @@ class TeacherRows:
         self._blocks.check(numbers * self.row_bytes, self.row_bytes)
         return self._table[numbers]
 
+    def kept(self, first: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """The records of rows that an interrupted `write` left; None if not all are whole."""
+        path, size, start = self.folder / ROWS, count * self.row_bytes, first * self.row_bytes
+        if not disk.exists(path) or disk.stat(path).st_size < start + size:
+            return None
+        content = torch.from_numpy(np.fromfile(path, np.int64, size // 8, offset=start))
+        log_probs, ids = self.unpacked(content.view(count, -1))
+        # Blocks that a power cut lost are zeros, and so no probabilities.
+        is_whole = bool((log_probs.logsumexp(-1).abs() < 1e-3).all())
+        return (log_probs, ids) if is_whole else None
+
     def write(self, records: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Write the folder, of log-probabilities (B, T, K + 1) and ids (B, T, K) in order."""
+        """Write the folder, of log-probabilities (B, T, K + 1) and ids (B, T, K) in order.
+
+        What an interrupted call left may be among `records`, which are read as they are written.
+        """
         sums, dtype = SumWriter(), token_dtype(self.facts["vocab_size"])
-        with open(self.folder / ROWS, "wb") as file:
+        (self.folder / ROWS).touch()
+        with open(self.folder / ROWS, "r+b") as file:
             for log_probs, ids in records:
                 parts = log_probs.numpy().astype("<f4"), ids.numpy().astype(dtype)
                 flat = np.concatenate([p.reshape(len(p), -1).view(np.uint8) for p in parts], 1)
