@@ -131,9 +131,14 @@ class Forked(Launcher):
         statuses, out, err = self._nursery.run("train_pretrain", words, out_dir, processes)
         return Run(out_dir, next((status for status in statuses if status), 0), out, err)
 
-    def run_until(self, out_dir: Path, flags: str, words: str) -> None:
-        """A run of two ranks that are killed once metrics.jsonl holds `words`."""
-        metrics, log = out_dir / "metrics.jsonl", out_dir.with_suffix(".killed.txt")
+    def run_until(
+        self, out_dir: Path, flags: str, words: str, number: int = signal.SIGKILL
+    ) -> tuple[list[int], str]:
+        """A run of two ranks that get a signal once metrics.jsonl holds `words`.
+
+        Return their statuses and what they printed.
+        """
+        metrics, log = out_dir / "metrics.jsonl", out_dir.with_suffix(".signalled.txt")
         argv = self._words(out_dir, flags)
         pids = self._nursery.fork("train_pretrain", argv, ["", ""], log, log)
         deadline = time.monotonic() + SILENT
@@ -142,8 +147,8 @@ class Forked(Launcher):
             assert time.monotonic() < deadline, "the run never got that far"
             time.sleep(0.01)
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        assert self._nursery.wait(pids)[0] == [-signal.SIGKILL] * 2
+            os.kill(pid, number)
+        return self._nursery.wait(pids)[0], log.read_text()
 
     def _words(self, out_dir: Path, flags: str) -> list[str]:
         named = ["--deepspeed_config", str(DEFAULT_DEEPSPEED_CONFIG)]  # which the YAML names

@@ -77,7 +77,8 @@ def content(store: ObjectStore, key: str) -> bytes:
     return store.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(3, 1), pytest.param(30, 2, marks=pytest.mark.long)])
+@pytest.mark.long  # test_mirror.py cuts connections, and resumes from what arrived
+@pytest.mark.parametrize(("kills", "seed"), [(3, 1), (30, 2)])
 def test_kills_during_uploads_lose_nothing_acknowledged(
     tmp_path: Path, store: ObjectStore, proxy: FaultyProxy, trained, kills: int, seed: int
 ):

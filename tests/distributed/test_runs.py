@@ -7,6 +7,7 @@ twenty small steps, so each run is started once and looked at by several tests.
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -173,15 +174,20 @@ def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bi
     forked: Forked, unbroken: Run, tmp_path: Path
 ):
     flags = f"{BF16} {LONGER} --eval_interval 18"
-    forked.run_until(tmp_path, flags, "checkpoint_saved")
-    stopped = forked.run(tmp_path, f"{flags} --stop_at_step 33")
-    assert stopped.status == 75, stopped.stderr
-    assert stopped.events("exit")[-1]["status"] == 75
-    assert "run the same command again" in stopped.stdout
-    resumed = forked.run(tmp_path, f"{flags} --stop_at_step 33")
+    out = tmp_path / "out"
+    assert forked.run_until(out, flags, "checkpoint_saved")[0] == [-signal.SIGKILL] * 2
+    statuses, shown = forked.run_until(out, flags, '"step": 20,', signal.SIGUSR1)
+    assert statuses == [75, 75], shown
+    assert "stopped on SIGUSR1, saved at step" in shown
+    assert "run the same command again" in shown
+    assert "error[" not in shown
+    resumed = forked.run(out, flags)
     assert resumed.status == 0, resumed.stderr
+    end = resumed.events("exit")[0]
+    assert (end["status"], end["code"]) == (75, "PREEMPTED")
     first, second, third = resumed.events("run_start")
-    assert (first["step"], third["step"]) == (0, 33)
+    assert (first["step"], third["step"]) == (0, end["step"])
+    assert third["resume_from"].endswith(f"step_{end['step']:08d}")
     assert second["step"] in range(6, 33, 6)
     assert second["resume_from"].endswith(f"step_{second['step']:08d}")
     expected = dict(zip(range(1, STEPS + 1), unbroken.curve(), strict=True))

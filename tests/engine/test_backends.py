@@ -47,6 +47,7 @@ class WithIdleHead(MiniMindForCausalLM):
         self.idle = nn.Linear(4, 4, bias=False)
 
 
+@pytest.mark.long  # a process imports torch to count page faults
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_kept_for_the_next_step_unless_the_user_set_the_allocator():
     code = """

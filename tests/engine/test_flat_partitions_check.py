@@ -18,11 +18,10 @@ pytestmark = pytest.mark.launch
 DIVIDED = [name for name in CASES if "tensor parallel" in name]
 BY_RANKS = {1: [name for name in CASES if name not in DIVIDED], 2: list(CASES), 4: DIVIDED}
 SHORT = {
-    1: ["1, bf16, 2 micro-batches", "2, bf16, NaN"],
     2: [
-        *("1, fp32, 2 micro-batches, overlap", "2, bf16, 2 micro-batches, overlap"),
+        *("1, bf16, 2 micro-batches", "2, bf16, 2 micro-batches, overlap"),
         *("2, fp32, unused", "1, fp32, NaN", "2, fp32, tensor parallel"),
-    ],
+    ]
 }
 FLAT = "by flat partitions"
 FELL_BACK = "by DeepSpeed (flat partitions differed from the gradients, which were taken instead)"

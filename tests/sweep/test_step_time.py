@@ -36,6 +36,7 @@ def test_a_step_lasts_until_the_device_has_done_it(monkeypatch: pytest.MonkeyPat
     assert passed[0] == 1.5  # the first step is not counted
 
 
+@pytest.mark.long  # a process imports torch to measure what is measured above
 def test_a_process_measures_steps_of_its_own():
     (seconds,) = measured_steps([LEAST], "cpu", 1, 1)
     assert seconds > 0

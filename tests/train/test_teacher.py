@@ -81,7 +81,11 @@ def record(flags: Flags, out: Path, top_k: int, status: int = 0) -> Path:
 def test_interrupted_it_goes_on_and_asks_again_what_a_power_cut_lost(
     given: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ):
-    whole, out, text = record(given, tmp_path / "whole", 8), tmp_path / "out", capsys.readouterr().out
+    whole, out, text = (
+        record(given, tmp_path / "whole", 8),
+        tmp_path / "out",
+        capsys.readouterr().out,
+    )
     asked, ask = list[int](), Distillation.recorded
     stop_at = 5
 
