@@ -242,6 +242,7 @@ def random_case(rng: random.Random, shipped: list[dict[str, Any]]) -> dict[str, 
     environ = {}
     if rng.random() < 0.5:
         environ = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "2"}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     if rng.random() < 0.3:
         environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         for name in rng.sample([*LAUNCHER], rng.choice([0, 1, 1, 2])):

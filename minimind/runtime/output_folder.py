@@ -85,7 +85,7 @@ class NewFolder:
                 is_kept = key is not None and disk.exists(mark) and mark.read_bytes() == key
                 if not is_kept:
                     shutil.rmtree(draft, ignore_errors=True)  # a killed command left it
-                there = sum(disk.stat(path).st_size for path in draft.rglob("*"))
+                there = sum(disk.stat(path).st_size for path in disk.files_below(draft))
                 if needed and free_bytes(out) < needed - there:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 draft.mkdir(exist_ok=True)

@@ -177,7 +177,8 @@ def _by_script(flags: Sequence[str], environ: Environ) -> None:
 
 
 def _ranks(processes: int) -> dict[str, str]:
-    return {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0", **meeting}
 
 
 def _deepspeed(document: Mapping[str, Any]) -> dict[str, str]:

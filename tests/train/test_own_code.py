@@ -174,7 +174,8 @@ def test_one_rank_of_two_ends_the_run_of_both_and_an_own_loss_is_that_of_one_pro
 
 
 def test_a_script_that_fails_before_it_trains_says_so(launch: Launcher, tmp_path: Path):
-    script = "import sys\nprint('mine', *sys.argv[2:], file=sys.stderr)\n"
+    # As one piece, since the output of two ranks is not buffered.
+    script = "import sys\nsys.stderr.write(f\"mine {' '.join(sys.argv[2:])}\\n\")\n"
     (tmp_path / "mine.py").write_text(f"{script}import minimind, beside\n")
     (tmp_path / "beside.py").write_text("raise ValueError(__name__)")
     words = launch.command(tmp_path / "run", "--eval_interval 4")
