@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT, Launcher, Run
-from tests.distributed.conftest import BF16, FP32, LONGER, STEPS
+from tests.distributed.conftest import FP32, LONGER, STEPS
 from tests.distributed.test_launchers import NAMED, SCRIPT, environment
 from tools.forking import free_port
 from tools.runs import kill_all, left_over, wait_for, workers
@@ -73,7 +73,7 @@ def check_the_same_run(run: Run, one_host: Run) -> None:
 def test_after_a_killed_worker_both_start_again_and_the_run_is_that_of_one_host(
     host: int, start: Callable[[str], Agents], one_host: Run, tmp_path: Path
 ):
-    agents = start(f"{BF16} {LONGER}")
+    agents = start(LONGER)
     wait_for(agents[host], tmp_path / "out", '"step": 8,')
     (worker,) = workers(agents[host].pid).values()
     os.kill(worker.pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_after_a_killed_worker_both_start_again_and_the_run_is_that_of_one_host(
 
 
 def test_a_stop_starts_again(start: Callable[[str], Agents], one_host: Run, tmp_path: Path):
-    run = ended(start(f"{BF16} {LONGER} --stop_at_step 12"), tmp_path, 0)
+    run = ended(start(f"{LONGER} --stop_at_step 12"), tmp_path, 0)
     assert [event["status"] for event in run.events("exit")] == [75, 0]
     check_the_same_run(run, one_host)
 
