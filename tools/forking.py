@@ -134,15 +134,18 @@ class Forked(Launcher):
     def run_until(
         self, out_dir: Path, flags: str, words: str, number: int = signal.SIGKILL
     ) -> tuple[list[int], str]:
-        """A run of two ranks that get a signal once metrics.jsonl holds `words`.
+        """A run of two ranks that get a signal once they have written `words` to metrics.jsonl.
 
         Return their statuses and what they printed.
         """
         metrics, log = out_dir / "metrics.jsonl", out_dir.with_suffix(".signalled.txt")
-        argv = self._words(out_dir, flags)
+        argv, known = self._words(out_dir, flags), 0
+        log.unlink(missing_ok=True)
+        if metrics.exists():
+            known = metrics.stat().st_size
         pids = self._nursery.fork("train_pretrain", argv, ["", ""], log, log)
         deadline = time.monotonic() + SILENT
-        while not (metrics.exists() and words in metrics.read_text()):
+        while not (metrics.exists() and words.encode() in metrics.read_bytes()[known:]):
             assert all(state_of(pid) not in "ZX" for pid in pids), log.read_text()
             assert time.monotonic() < deadline, "the run never got that far"
             time.sleep(0.01)

@@ -143,8 +143,8 @@ def require_environment(environ: Mapping[str, str]) -> None:
                 " unset it"
             )
     _require_torchs_variables(environ)
-    _require_address(environ)
     _require_ranks(environ)
+    _require_address(environ)
     _require_interfaces(environ)
     _require_temporary_folder(environ)
 
@@ -282,8 +282,7 @@ def _is_in(value: str, allowed: range) -> bool:
 
 
 def _require_ranks(environ: Mapping[str, str]) -> None:
-    """Raise RendezvousError if one of several processes lacks a variable of theirs, or if a rank is
-    not below their number."""
+    """Raise RendezvousError for a variable that one of several processes lacks, or a wrong rank."""
     if int(environ.get("WORLD_SIZE", "1")) > 1:
         names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         if missing := ", ".join(name for name in names if not environ.get(name)):

@@ -88,7 +88,7 @@ class NewFolder:
                 there = sum(disk.stat(path).st_size for path in disk.files_below(draft))
                 if needed and free_bytes(out) < needed - there:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                draft.mkdir(exist_ok=True)
+                draft.mkdir(exist_ok=is_kept)
                 try:
                     if key is not None:
                         write_durably(mark, key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from minimind import __version__
 from minimind.config.checks import given
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import parse_flags
@@ -24,7 +26,7 @@ from minimind.engine.engine import compute_as, marked_inputs
 from minimind.errors import NumericError, UsageError
 from minimind.runtime import disk
 from minimind.runtime.device import set_numerics
-from minimind.runtime.durable_files import canonical_json, mebibytes
+from minimind.runtime.durable_files import canonical_json, mebibytes, write_durably
 from minimind.runtime.environment import environment_kept
 from minimind.runtime.output_folder import NewFolder
 from minimind.train.inputs import require_inputs
@@ -32,6 +34,7 @@ from minimind.train.start import Plan, decide
 from minimind.train.teacher import Teacher
 from minimind.train.teacher_folder import TOKENIZER, facts_of
 
+PROGRESS = "progress.json"  # of the draft
 OWN = (NAME, ROWS, SUMS, *(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES))
 
 
@@ -62,17 +65,15 @@ def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
     set_numerics(device.type, run.deterministic, run.tf32)
     distillation = teacher.distillation(run, prepared.tokenizer.eos_id)
     compute_as(run, distillation.teacher, device)
-    size, n_rows, targets, mass = run.micro_batch_rows(1), facts["rows"], 0, 0.0
+    size, n_rows, targets, mass, done = run.micro_batch_rows(1), facts["rows"], 0, 0.0, 0
 
-    def records(interrupted: TeacherRows) -> Iterator[tuple[Tensor, Tensor]]:
+    def records() -> Iterator[tuple[Tensor, Tensor]]:
         nonlocal targets, mass
-        for first in tqdm(range(0, n_rows, size), "micro-batches", disable=None):
+        for first in tqdm(range(done, n_rows, size), "micro-batches", disable=None):
             numbers = np.arange(first, min(first + size, n_rows))
             rows = torch.from_numpy(prepared.train.read_rows(numbers, run.max_seq_len + 1))
-            recorded = interrupted.kept(first, len(numbers))
-            if recorded is None:
-                inputs = marked_inputs(rows.to(device), has_starts=run.task == "sft")
-                recorded = distillation.recorded(inputs, top_k, vocab_size)
+            inputs = marked_inputs(rows.to(device), has_starts=run.task == "sft")
+            recorded = distillation.recorded(inputs, top_k, vocab_size)
             log_probs, ids = (tensor.cpu() for tensor in recorded)
             if not log_probs.isfinite().all():
                 raise NumericError(
@@ -84,11 +85,23 @@ def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
             mass += float(of_targets[:, :-1].exp().sum(dtype=torch.float64))
             yield log_probs, ids
 
+    # A draft goes on with the same only; --batch_size, which memory may decide, can be another.
+    means = [__version__, torch.__version__, device.type, run.deterministic, run.tf32]
+    config = teacher.weights.config.to_json_string()
+    key = canonical_json({"facts": facts, "means": means, "config": config})
     started, rows = time.perf_counter(), TeacherRows(folder.path, facts)
-    with folder.written_aside(rows.bytes, canonical_json(facts)) as draft:
+    with folder.written_aside(rows.bytes, key) as draft:
         prepared.tokenizer.save(draft / TOKENIZER)
-        in_draft = replace(rows, folder=draft)
-        in_draft.write(records(in_draft))
+        progress = draft / PROGRESS
+        if disk.exists(progress):
+            done, targets, mass = json.loads(progress.read_bytes())
+            print(f"goes on after {done:,} of {n_rows:,} rows, which {draft} keeps")
+
+        def synced(rows: int) -> None:
+            write_durably(progress, canonical_json([rows, targets, mass]))
+
+        replace(rows, folder=draft).write(records(), done, synced)
+        progress.unlink()
     print(
         f"{n_rows:,} rows of {run.max_seq_len} targets in {time.perf_counter() - started:.1f} s:"
         f" {mebibytes(rows.bytes)}, {rows.row_bytes / run.max_seq_len:.0f} bytes a target;"

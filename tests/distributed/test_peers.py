@@ -134,7 +134,7 @@ def test_a_lost_rank_ends_the_run_and_is_named_first(
     assert end["status"] == status
 
 
-@pytest.mark.long  # test_runs.py stops two ranks, test_launchers.py the script
+@pytest.mark.long  # test_runs.py stops two ranks, test_run_folder.py keeps others out
 def test_a_stop_signal_saves_once_with_75_and_meanwhile_no_one_else_gets_in(
     begin, forked: Launcher, tmp_path: Path
 ):

@@ -176,7 +176,7 @@ def test_killed_stopped_and_started_again_it_repeats_the_unbroken_run_bit_for_bi
     flags = f"{BF16} {LONGER} --eval_interval 18"
     out = tmp_path / "out"
     assert forked.run_until(out, flags, "checkpoint_saved")[0] == [-signal.SIGKILL] * 2
-    statuses, shown = forked.run_until(out, flags, '"step": 20,', signal.SIGUSR1)
+    statuses, shown = forked.run_until(out, flags, '"loss": ', signal.SIGUSR1)
     assert statuses == [75, 75], shown
     assert "stopped on SIGUSR1, saved at step" in shown
     assert "run the same command again" in shown

@@ -70,7 +70,9 @@ def test_a_run_whose_first_updates_are_compared(launches: Any, ranks: int, name:
     assert broken["changes"] == [[FELL_BACK, *[""] * (STEPS - 1)]] * ranks
 
 
-@pytest.mark.parametrize("ranks", SHORT)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.long) for n in BY_RANKS]
+)
 def test_an_engine_that_was_released_is_freed(launches: Any, ranks: int):
     """Its weights and moments, by whichever update: what a hook refers to is not collected."""
     assert launches[ranks]["alive"] == 0

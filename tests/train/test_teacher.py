@@ -21,6 +21,7 @@ from minimind.cli.main import main as minimind
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config, parse_flags
 from minimind.config.run_config import MARGIN, PATIENCE
+from minimind.data.shards.teacher_rows import TeacherRows
 from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import CheckpointError, DataError, UsageError
 from minimind.inference.load_model import load_checkpoint
@@ -78,42 +79,46 @@ def record(flags: Flags, out: Path, top_k: int, status: int = 0) -> Path:
     return out
 
 
-def test_interrupted_it_goes_on_and_asks_again_what_a_power_cut_lost(
-    given: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+def test_interrupted_it_goes_on_with_the_rows_that_are_on_the_disk(
+    given: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
-    whole, out, text = (
-        record(given, tmp_path / "whole", 8),
-        tmp_path / "out",
-        capsys.readouterr().out,
-    )
+    whole, out = record(given, tmp_path / "whole", 8), tmp_path / "out"
+    of_all = re.compile(r"8 of .* of the probability")
+    shares = of_all.findall(capsys.readouterr().out)
     asked, ask = list[int](), Distillation.recorded
-    stop_at = 5
 
     def recorded(self: Distillation, inputs: Any, *sizes: int) -> Any:
-        asked.append(len(inputs["input_ids"]))
-        if len(asked) == stop_at:
+        if len(asked) == 4:
             raise KeyboardInterrupt
+        asked.append(len(inputs["input_ids"]))
         return ask(self, inputs, *sizes)
 
     monkeypatch.setattr(Distillation, "recorded", recorded)
     record(given, out, 8, status=130)
     assert "run the same command again" in capsys.readouterr().err
     assert not out.exists()
-    left = tmp_path / ".out.draft" / "rows.bin"
-    facts = json.loads((whole / "teacher.json").read_text())
-    row_bytes = (whole / "rows.bin").stat().st_size // facts["rows"]
-    size = given["batch_size"]
-    content = left.read_bytes()[: 4 * size * row_bytes - 8]  # the fourth micro-batch is cut
-    left.write_bytes(content[: size * row_bytes] + bytes(8) + content[size * row_bytes + 8 :])
-    asked.clear()
-    stop_at = 0
-    record(given, out, 8)
-    assert sum(asked) == facts["rows"] - 2 * size  # the first and the third were there
-    for path in (path for path in whole.rglob("*") if path.is_file()):
-        assert (out / path.relative_to(whole)).read_bytes() == path.read_bytes()
+    rows = tmp_path / ".out.draft" / "rows.bin"
+    with rows.open("ab") as file:
+        file.write(bytes(100))  # of a micro-batch that a power cut lost
+    needed = (whole / "rows.bin").stat().st_size
+    there = [path.stat().st_size for path in rows.parent.rglob("*") if path.is_file()]
+    n_rows = json.loads((whole / "teacher.json").read_text())["rows"]
+    done, before = sum(asked), rows.read_bytes()
+    free = "minimind.runtime.output_folder.free_bytes"
+    monkeypatch.setattr(free, lambda path: needed - sum(there) - 1)
+    record(given, out, 8, status=5)
+    monkeypatch.setattr(free, lambda path: needed - sum(there))
+    asked[:] = [0] * 5
+    record({**given, "batch_size": 3}, out, 8)
+    assert sum(asked) == n_rows - done
+    shown = capsys.readouterr().out
+    assert f"goes on after {done:,} of {n_rows:,} rows" in shown
+    assert of_all.findall(shown) == shares != []
+    assert (out / "rows.bin").read_bytes().startswith(before[:-100])
     assert {p.name for p in out.iterdir()} == {p.name for p in whole.iterdir()}
-    of_all = re.compile(r"8 of .* of the probability")
-    assert of_all.findall(capsys.readouterr().out) == of_all.findall(text) != []
+    taught = [TeacherRows.of(folder).read(np.arange(n_rows)) for folder in (out, whole)]
+    unpacked = [TeacherRows.of(out).unpacked(torch.from_numpy(one))[0] for one in taught]
+    torch.testing.assert_close(*unpacked)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,9 @@ these K ids, and zeros up to a multiple of 8 bytes. `sums.bin` has the sums of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,9 +33,10 @@ from minimind.runtime.checked_json import (
     read_foreign_object,
     validate,
 )
-from minimind.runtime.durable_files import canonical_json, sha256_of, sync_file, write_durably
+from minimind.runtime.durable_files import canonical_json, sha256_of, write_durably
 
 NAME, ROWS, SUMS = "teacher.json", "rows.bin", "sums.bin"
+SYNC_SECONDS = 10.0
 
 
 class _Facts(ClosedJson):
@@ -103,32 +106,40 @@ class TeacherRows:
         self._blocks.check(numbers * self.row_bytes, self.row_bytes)
         return self._table[numbers]
 
-    def kept(self, first: int, count: int) -> tuple[Tensor, Tensor] | None:
-        """The records of rows that an interrupted `write` left; None if not all are whole."""
-        path, size, start = self.folder / ROWS, count * self.row_bytes, first * self.row_bytes
-        if not disk.exists(path) or disk.stat(path).st_size < start + size:
-            return None
-        content = torch.from_numpy(np.fromfile(path, np.int64, size // 8, offset=start))
-        log_probs, ids = self.unpacked(content.view(count, -1))
-        # Blocks that a power cut lost are zeros, and so no probabilities.
-        is_whole = bool((log_probs.logsumexp(-1).abs() < 1e-3).all())
-        return (log_probs, ids) if is_whole else None
-
-    def write(self, records: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def write(
+        self,
+        records: Iterable[tuple[Tensor, Tensor]],
+        done: int = 0,
+        synced: Callable[[int], None] = lambda rows: None,
+    ) -> None:
         """Write the folder, of log-probabilities (B, T, K + 1) and ids (B, T, K) in order.
 
-        What an interrupted call left may be among `records`, which are read as they are written.
+        The first `done` rows are there from an interrupted call. `synced` is called with the number
+        of rows that a power cut leaves: every 10 s, and at the end, also by an error.
         """
         sums, dtype = SumWriter(), token_dtype(self.facts["vocab_size"])
-        (self.folder / ROWS).touch()
-        with open(self.folder / ROWS, "r+b") as file:
-            for log_probs, ids in records:
-                parts = log_probs.numpy().astype("<f4"), ids.numpy().astype(dtype)
-                flat = np.concatenate([p.reshape(len(p), -1).view(np.uint8) for p in parts], 1)
-                content = np.pad(flat, ((0, 0), (0, self.row_bytes - flat.shape[1]))).tobytes()
-                file.write(content)
+        with open(self.folder / ROWS, "r+b" if done else "w+b") as file:
+            file.truncate(done * self.row_bytes)
+            while content := file.read(2**20):
                 sums.add(content)
-        sync_file(self.folder / ROWS)
+            last = time.monotonic()
+            try:
+                for log_probs, ids in records:
+                    parts = log_probs.numpy().astype("<f4"), ids.numpy().astype(dtype)
+                    flat = np.concatenate([p.reshape(len(p), -1).view(np.uint8) for p in parts], 1)
+                    content = np.pad(flat, ((0, 0), (0, self.row_bytes - flat.shape[1]))).tobytes()
+                    file.write(content)
+                    sums.add(content)
+                    done += len(flat)
+                    if time.monotonic() - last > SYNC_SECONDS:
+                        file.flush()
+                        os.fsync(file.fileno())
+                        synced(done)
+                        last = time.monotonic()
+            finally:
+                file.flush()
+                os.fsync(file.fileno())
+                synced(done)
         write_durably(self.folder / SUMS, sums.finish())
         facts = self.facts | {"sums": sha256_of(self.folder / SUMS)}
         write_durably(self.folder / NAME, canonical_json(facts))

@@ -86,7 +86,7 @@ def command(text: Path, out: Path) -> list[str]:
     return [sys.executable, "-c", UNITS, *given]
 
 
-@pytest.mark.long  # tests/data/prepare stops processes in this way too
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stop", "victim"),
     [(signal.SIGINT, "parent"), (signal.SIGKILL, "worker"), (signal.SIGKILL, "parent")],

@@ -173,7 +173,7 @@ print(json.dumps([found, peak]))
 """
 
 
-@pytest.mark.long  # test_forms.py reads larger lists and unpacks bombs within a limit
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.txt"])
 def test_half_a_gibibyte_without_a_newline_is_never_held(tmp_path, name):
     path = tmp_path / name
