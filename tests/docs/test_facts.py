@@ -129,7 +129,7 @@ FACTS = {
     ),
     "minutes of make test": Fact(
         r"make test +#[^#]*? (\d+) (?:minutes|分钟)",
-        in_readme(r"make test +# (\d+) minutes"),
+        in_readme(r"make test +# at most (\d+) minutes"),
         ("README.md", "README_zh.md"),
     ),
     "what is trained": Fact(
