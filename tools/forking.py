@@ -139,10 +139,8 @@ class Forked(Launcher):
         Return their statuses and what they printed.
         """
         metrics, log = out_dir / "metrics.jsonl", out_dir.with_suffix(".signalled.txt")
-        argv, known = self._words(out_dir, flags), 0
+        argv, known = self._words(out_dir, flags), metrics.stat().st_size if metrics.exists() else 0
         log.unlink(missing_ok=True)
-        if metrics.exists():
-            known = metrics.stat().st_size
         pids = self._nursery.fork("train_pretrain", argv, ["", ""], log, log)
         deadline = time.monotonic() + SILENT
         while not (metrics.exists() and words.encode() in metrics.read_bytes()[known:]):

@@ -25,6 +25,8 @@ PACE = (
     "--batch_size 2 --accumulation_steps 2 --max_steps 20 --log_interval 1 --device cpu"
     " --learning_rate 2e-3 --val_fraction 0.05"
 )
+# Where processes that are never started would meet.
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ENDLESS = "--max_steps 90000 --log_interval 1"
 
 

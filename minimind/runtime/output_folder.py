@@ -72,23 +72,24 @@ class NewFolder:
     def written_aside(self, needed: int = 0, key: bytes | None = None) -> Iterator[Path]:
         """Yield a draft folder that is renamed to the path at the end.
 
-        Raise StorageError at once if it cannot have `needed` bytes. A second command waits, then
-        fails. With a key the draft stays after an error, other than that of arguments or data,
+        Raise StorageError at once if there is no room for `needed` bytes. A second command waits,
+        then fails. With a key the draft stays after an error, other than that of arguments or data,
         and is yielded again to the next command with the same key.
         """
         out, draft = self.path, _beside(self.path, "draft")
         with storing(str(out), REMEDY, needed=needed):
+            if needed:
+                # A draft that a killed command left is continued or deleted.
+                left = sum(disk.stat(path).st_size for path in disk.files_below(draft))
+                if free_bytes(out) + left < needed:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             out.parent.mkdir(parents=True, exist_ok=True)
             with held(out, "write", fcntl.LOCK_EX):
                 self.require_free()
                 mark = draft / KEY_NAME
-                is_kept = key is not None and disk.exists(mark) and mark.read_bytes() == key
-                if not is_kept:
-                    shutil.rmtree(draft, ignore_errors=True)  # a killed command left it
-                there = sum(disk.stat(path).st_size for path in disk.files_below(draft))
-                if needed and free_bytes(out) < needed - there:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                draft.mkdir(exist_ok=is_kept)
+                if key is None or not disk.exists(mark) or mark.read_bytes() != key:
+                    shutil.rmtree(draft, ignore_errors=True)
+                    draft.mkdir()
                 try:
                     if key is not None:
                         write_durably(mark, key)

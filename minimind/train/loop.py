@@ -88,7 +88,7 @@ class RunContext:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in force. It is shorter once --patience or a hook has ended the run."""
+        """The schedule of the run, up to the step at which --patience or a hook ended it."""
         schedule = self.patience.schedule if self.patience else self.plan.rows()[2]
         if self.hooks is None or self.hooks.stopped_at is None:
             return schedule

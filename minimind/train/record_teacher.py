@@ -85,7 +85,7 @@ def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
             mass += float(of_targets[:, :-1].exp().sum(dtype=torch.float64))
             yield log_probs, ids
 
-    # A draft goes on with the same only; --batch_size, which memory may decide, can be another.
+    # A draft is continued where these are equal. --batch_size is left out: it may have to be lower.
     means = [__version__, torch.__version__, device.type, run.deterministic, run.tf32]
     config = teacher.weights.config.to_json_string()
     key = canonical_json({"facts": facts, "means": means, "config": config})
@@ -95,7 +95,7 @@ def _write(plan: Plan, folder: NewFolder, top_k: int) -> None:
         progress = draft / PROGRESS
         if disk.exists(progress):
             done, targets, mass = json.loads(progress.read_bytes())
-            print(f"goes on after {done:,} of {n_rows:,} rows, which {draft} keeps")
+            print(f"{draft} has {done:,} of {n_rows:,} rows; the others follow")
 
         def synced(rows: int) -> None:
             write_durably(progress, canonical_json([rows, targets, mass]))

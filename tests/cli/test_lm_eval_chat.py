@@ -18,6 +18,7 @@ from minimind.data.tokenizer.load import load_tokenizer
 from minimind.inference.load_model import load_model
 from tests.cli.test_lm_eval import FOLDER, TASK, questions
 from tests.conftest import ROOT, Trained
+from tools.runs import MEETING
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def test_several_processes_and_a_missing_package_are_refused(
     assert evaluated(chat_model) == 2
     assert "--lm_eval needs the package lm_eval, which is not" in capsys.readouterr().err
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {**ranks, **MEETING}.items():
         monkeypatch.setenv(name, value)
     assert evaluated(chat_model) == 2
     assert "runs in one process, and 2 were started" in capsys.readouterr().err

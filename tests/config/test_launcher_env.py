@@ -27,10 +27,10 @@ from minimind.errors import RendezvousError, UsageError
 from minimind.runtime.device import Host
 from tests.config.notices import notices_of
 from tests.conftest import ROOT
+from tools.runs import MEETING
 
 GIVEN = "accelerate launch (YAML or flag)"
 SHIPPED = str(DEFAULT_DEEPSPEED_CONFIG)
-MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **MEETING}
 ENGAGED = {**TWO, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
 FROM_YAML = {**ENGAGED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.json"}

@@ -15,14 +15,14 @@ from minimind.runtime.process import Progress
 from minimind.train.inputs import require_inputs
 from minimind.train.pretrain import pretrain
 from tests.conftest import SHAPE, Launcher
-from tools.runs import left_over
+from tools.runs import MEETING, left_over
 
 
 @pytest.fixture
 def start_error(monkeypatch, tmp_path, corpus):
     """Runs rank 0 of two up to its first mistake, and gives that back."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {**ranks, **MEETING}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
 

@@ -28,6 +28,7 @@ from minimind.config.yaml_files import load_yaml
 from minimind.errors import UsageError
 from minimind.launch.plan import LaunchSettings, plan
 from tests.conftest import ROOT
+from tools.runs import MEETING
 
 REASONS = ("gpu", "slurm", "hosts", "network", "hours", "other software")
 SHELLS = ("bash", "sh")
@@ -177,8 +178,7 @@ def _by_script(flags: Sequence[str], environ: Environ) -> None:
 
 
 def _ranks(processes: int) -> dict[str, str]:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    return {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0", **meeting}
+    return {"WORLD_SIZE": str(processes), "RANK": "0", "LOCAL_RANK": "0", **MEETING}
 
 
 def _deepspeed(document: Mapping[str, Any]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from minimind.engine.build import require_accepted
 from minimind.errors import UsageError
 from minimind.launch import plan
 from minimind.runtime.device import Host
+from tools.runs import MEETING
 
 Settings = dict[str, Any]
 Verdict = str | dict[str, Any]
@@ -602,8 +603,7 @@ def launched(path: Path, gpus: int, monkeypatch: pytest.MonkeyPatch) -> Launch:
     started, exports, _ = plan.write_plan(path.with_name("target.yaml"), "auto")
     count, hosts = started["num_processes"], started["num_machines"]
     ranks = {"WORLD_SIZE": count, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": count // hosts}
-    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
-    exported = {name: str(value) for name, value in {**ranks, **exports}.items()}
+    exported = {name: str(value) for name, value in {**ranks, **MEETING, **exports}.items()}
     return read_launch({**environment(path.with_name("target.yaml")), **exported})
 
 

@@ -26,14 +26,14 @@ from minimind.launch import train_pretrain
 from minimind.runtime.device import CUDA, Host
 from minimind.runtime.exit import Ending
 from tests.refusals.rows import STATUSES, Row, all_rows, command_line, write_files
+from tools.runs import MEETING
 
 LAUNCHED = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
+    **MEETING,
     "ACCELERATE_USE_DEEPSPEED": "true",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/ds_config.json",
     "ACCELERATE_MIXED_PRECISION": "no",

@@ -18,8 +18,8 @@ from minimind.errors import RendezvousError, RunError, StorageError
 from minimind.runtime import environment
 from minimind.runtime.environment import RANGES, allow_connections, rank_of, require_environment
 from tests.conftest import ROOT
+from tools.runs import MEETING
 
-MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TWO = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **MEETING}
 
 

@@ -34,6 +34,7 @@ from minimind.runtime.process import (
     stop_reason,
 )
 from tests.conftest import ROOT
+from tools.runs import MEETING
 
 
 @pytest.fixture
@@ -351,7 +352,7 @@ def test_the_tutorials_name_of_the_script_runs_it_with_one_notice():
     command = [sys.executable, str(ROOT / "train_pretrain_accelerate.py"), "--epoch", "3"]
     for rank, lines in (("0", 2), ("1", 1)):
         environ = {"PATH": os.environ["PATH"], "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        environ |= MEETING
         done = subprocess.run(command, capture_output=True, text=True, env=environ)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         *notice, refusal = done.stderr.splitlines()

@@ -25,6 +25,7 @@ from minimind.runtime.device import HOST
 from minimind.train.dry_run import dry_run_text
 from tests.conftest import Messages, sentences
 from tests.train.starts import planned
+from tools.runs import MEETING
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ def test_the_number_of_processes_is_that_of_the_launch(tmp_path: Path):
     path = tmp_path / "a.yaml"
     path.write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "NUM_PROCESSES": "8"}
-    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    launched |= MEETING
     for environ, count in (
         ({}, 1),
         ({"NUM_PROCESSES": "8"}, 8),

@@ -25,6 +25,7 @@ from minimind.train.run_start import DEFAULT_KEYS, cadence_warnings, changed_set
 from minimind.train.speed import setting_of
 from tests.runtime.test_terminal import use_screen
 from tests.train.starts import require_labels, start_of, unbroken_text
+from tools.runs import MEETING
 
 train: Any = training  # a package that is called like a function
 CPU = torch.device("cpu")
@@ -83,7 +84,7 @@ FACTS: dict[str, Any] = {
 def resolved_of(line: str, backend: str) -> ResolvedConfig:
     world_size, path = BACKENDS[backend]
     ranks = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "2"}
+    ranks |= {**MEETING, "LOCAL_WORLD_SIZE": "2"}
     flags = parse_flags([*line.split(), "--deepspeed_config", path])
     setup = read_setup(flags, read_launch(ranks if world_size > 1 else {}))
     resolved = setup.resolve()

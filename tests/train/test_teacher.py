@@ -112,7 +112,7 @@ def test_interrupted_it_goes_on_with_the_rows_that_are_on_the_disk(
     record({**given, "batch_size": 3}, out, 8)
     assert sum(asked) == n_rows - done
     shown = capsys.readouterr().out
-    assert f"goes on after {done:,} of {n_rows:,} rows" in shown
+    assert f".out.draft has {done:,} of {n_rows:,} rows; the others follow" in shown
     assert of_all.findall(shown) == shares != []
     assert (out / "rows.bin").read_bytes().startswith(before[:-100])
     assert {p.name for p in out.iterdir()} == {p.name for p in whole.iterdir()}

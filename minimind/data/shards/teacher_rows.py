@@ -8,7 +8,6 @@ these K ids, and zeros up to a multiple of 8 bytes. `sums.bin` has the sums of i
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from minimind.runtime.checked_json import (
     read_foreign_object,
     validate,
 )
-from minimind.runtime.durable_files import canonical_json, sha256_of, write_durably
+from minimind.runtime.durable_files import canonical_json, sha256_of, sync_file, write_durably
 
 NAME, ROWS, SUMS = "teacher.json", "rows.bin", "sums.bin"
 SYNC_SECONDS = 10.0
@@ -114,11 +113,18 @@ class TeacherRows:
     ) -> None:
         """Write the folder, of log-probabilities (B, T, K + 1) and ids (B, T, K) in order.
 
-        The first `done` rows are there from an interrupted call. `synced` is called with the number
-        of rows that a power cut leaves: every 10 s, and at the end, also by an error.
+        The file has the first `done` rows already. `synced` is given the number of rows that are on
+        the disk, every SYNC_SECONDS and at the end, also after an error.
         """
         sums, dtype = SumWriter(), token_dtype(self.facts["vocab_size"])
         with open(self.folder / ROWS, "r+b" if done else "w+b") as file:
+
+            def sync() -> float:
+                file.flush()
+                sync_file(self.folder / ROWS)
+                synced(done)
+                return time.monotonic()
+
             file.truncate(done * self.row_bytes)
             while content := file.read(2**20):
                 sums.add(content)
@@ -132,14 +138,9 @@ class TeacherRows:
                     sums.add(content)
                     done += len(flat)
                     if time.monotonic() - last > SYNC_SECONDS:
-                        file.flush()
-                        os.fsync(file.fileno())
-                        synced(done)
-                        last = time.monotonic()
+                        last = sync()
             finally:
-                file.flush()
-                os.fsync(file.fileno())
-                synced(done)
+                sync()
         write_durably(self.folder / SUMS, sums.finish())
         facts = self.facts | {"sums": sha256_of(self.folder / SUMS)}
         write_durably(self.folder / NAME, canonical_json(facts))

@@ -17,11 +17,10 @@ from minimind.config.rules import with_dtype
 from minimind.config.run_config import DEFAULT_DEEPSPEED_CONFIG
 from minimind.errors import UsageError
 from tests.config.notices import notices_of
+from tools.runs import MEETING
 
-ENGAGED = {
-    **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_DEEPSPEED": "true"},
-}
+RANKS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+ENGAGED = {**RANKS, **MEETING, "ACCELERATE_USE_DEEPSPEED": "true"}
 
 
 OFFLOAD = {"device": "cpu"}

@@ -32,7 +32,7 @@ echo "Submitted batch job 7"
 """
 
 
-@pytest.mark.long  # the local executor runs the same stages, and prepare's array the same script
+@pytest.mark.long  # test_processes.py runs the same stages in local processes
 @pytest.mark.launch
 def test_jobs_of_slurm_write_the_folder_of_one_process(tmp_path: Path, monkeypatch):
     from datatrove.executor import SlurmPipelineExecutor

@@ -79,22 +79,22 @@ def test_a_cut_or_edited_file_is_refused(tmp_path: Path, name: str, change: Any,
         TeacherRows.of(tmp_path)
 
 
-def test_a_write_goes_on_after_the_rows_that_were_told(
+def test_a_write_continues_after_the_rows_that_it_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     log_probs, ids = written(tmp_path)
     whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     parts = [*zip(log_probs.split(7), ids.split(7), strict=True)]
-    told = list[int]()
+    reported: list[int] = []
     monkeypatch.setattr("minimind.data.shards.teacher_rows.SYNC_SECONDS", -1.0)
 
     def cut() -> Iterator[tuple[Tensor, Tensor]]:
         yield from parts[:3]
-        raise OSError
+        raise OSError("no more")
 
     rows = TeacherRows(tmp_path, facts(600))
-    with pytest.raises(OSError):  # noqa: PT011 (without a message)
-        rows.write(cut(), synced=told.append)
-    assert told == [7, 14, 21, 21]
+    with pytest.raises(OSError, match="no more"):
+        rows.write(cut(), synced=reported.append)
+    assert reported == [7, 14, 21, 21]
     rows.write(iter(parts[2:]), done=14)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
