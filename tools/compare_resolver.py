@@ -1,6 +1,6 @@
 """Compare how two commits resolve the same random command lines, DeepSpeed files and launchers.
 
-`python tools/compare_resolver.py REV N [SEED]` takes the resolver of REV from git and that of the
+`python -m tools.compare_resolver REV N [SEED]` takes the resolver of REV from git and that of the
 working tree. Each runs in a process of its own on N inputs. It compares the resolved files, the
 sources and the flags where both accept an input, and the status and the keys that the message names
 where one refuses it; not the words. Differences are printed in groups, with an example of each.
