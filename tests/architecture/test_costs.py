@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from minimind.architecture.costs import BYTES, Layout, activation_bytes, bytes_sent, memory, seconds
@@ -28,6 +27,7 @@ from minimind.model.dropout import row_keys
 from minimind.model.kernels import has_flex_kernel
 from minimind.model.loss import next_token_loss
 from minimind.model.sizes import LOSS_CHUNK
+from tests.allocations import most_allocated
 
 SMALL = Shape(64, 2, 4, 2, 192, 600, 32)
 ONE_STEP = Layout(stage=2, world_size=4, dtype="bfloat16", rows=2)
@@ -106,17 +106,21 @@ def backward(model: MiniMindForCausalLM, rows: torch.Tensor, dropout: float = 0.
 
 def allocated_at_most(model: MiniMindForCausalLM, rows: torch.Tensor, dropout: float = 0.0) -> int:
     """Peak bytes that torch's CPU allocator gives out in one forward and backward pass."""
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
-        backward(model, rows, dropout)
-    results: Any = profiler.profiler
-    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
-    total = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        total += event.nbytes()
-        peak = max(peak, total)
-    return peak
+    return most_allocated(lambda: backward(model, rows, dropout))
+
+
+def test_frees_of_earlier_blocks_do_not_count():
+    """Not even at addresses that an earlier measurement saw."""
+    kept: list[torch.Tensor] = []
+
+    def work() -> torch.Tensor:
+        kept.clear()
+        return torch.empty(50_000)
+
+    most_allocated(lambda: kept.extend(torch.empty(10_000) for _ in range(20)))
+    kept.clear()
+    kept.extend(torch.empty(10_000) for _ in range(20))
+    assert most_allocated(work) == 200_000
 
 
 @pytest.mark.sample(4)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -21,6 +19,7 @@ from minimind.engine.eight_bit import BLOCK, PART, AdamW8bit, quantized
 from minimind.engine.state import Fragment, ZeroState
 from minimind.errors import CheckpointError, UsageError
 from minimind.runtime import installed
+from tests.allocations import most_allocated
 
 LR, BETAS, EPS, DECAY = 0.01, (0.9, 0.95), 1e-8, 0.1
 MOMENTS = ("exp_avg", 1), ("exp_avg_sq", 2)
@@ -84,18 +83,6 @@ def test_codes_and_scales_are_found_from_their_products(size: int):
 def test_a_small_weight_keeps_moments_in_fp32():
     optimizer, p, gradients = stepped(100, 1)
     assert torch.allclose(optimizer.unpacked(p, "exp_avg", 0, 100), 0.1 * gradients[0])
-
-
-def most_allocated(work: Callable[[], Any]) -> int:
-    """Bytes that were allocated at once during `work`."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as seen:
-        kept = work()
-    del kept
-    found: Any = seen.profiler
-    changes = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
-    return max(accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
 
 
 def test_memory_of_an_update_a_save_and_a_resume():

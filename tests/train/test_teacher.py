@@ -31,8 +31,8 @@ from minimind.model.distillation import Distillation
 from minimind.recovery import corruption
 from minimind.train.start import decide
 from minimind.train.teacher import Teacher
+from tests.allocations import most_allocated
 from tests.conftest import Launcher
-from tests.engine.test_eight_bit import most_allocated
 from tests.train.test_fine_tuning import conversations
 from tests.train.test_fine_tuning_transformers import CONFIGS, folder_of
 from tools.runs import events
