@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minimind.architecture.select import Architecture
+from minimind.architecture.select import Architecture, HuggingFace
 from minimind.architecture.shape import trained_parameters
 from minimind.checkpoint.resume import read_manifests
 from minimind.checkpoint.retention import with_best
@@ -109,9 +109,11 @@ def decide(run: RunConfig, launch: Launch, cleanup: ExitStack, tokenize: bool) -
     text, teacher = find_text(run, cleanup), None
     if run.teacher is not None:
         teacher = teacher_of(run)
-        run = with_tokenizer_of(teacher, teacher.sized(run), text)
+        run = teacher.sized(run)
     saved = read_manifests(Path(run.out_dir) / "checkpoints", run.resume)
     initial = read_initial(run, text, saved)
+    if teacher:
+        initial = with_tokenizer_of(teacher, initial, text)
     if run.task == "sft":
         initial = fine_tuned(initial, saved)
     run, model, world_size = initial.run, initial.architecture, launch.world_size
@@ -183,13 +185,17 @@ def teacher_of(run: RunConfig) -> Teacher | TeacherFolder:
     return Teacher.of(run)
 
 
-def with_tokenizer_of(teacher: Teacher | TeacherFolder, run: RunConfig, text: Text) -> RunConfig:
-    """Return the run with the teacher's tokenizer, where nothing else decides it."""
-    decided = run.tokenizer, run.init_from, run.hugging_face, text.folder
-    if any(decided) or teacher.tokenizer_path is None:
-        return run
-    origin = Origin(f"--teacher {teacher.place}", Rank.DATA)
-    return run.with_values(origin, tokenizer=str(teacher.tokenizer_path))
+def with_tokenizer_of(
+    teacher: Teacher | TeacherFolder, initial: InitialModel, text: Text
+) -> InitialModel:
+    """Return the model with the teacher's tokenizer, where nothing else decides it."""
+    run, path = initial.run, teacher.tokenizer_path
+    if path is None or any((run.tokenizer, run.init_from, text.folder)):
+        return initial
+    by = f"--teacher {teacher.place}"
+    if isinstance(initial.architecture, HuggingFace):
+        initial.architecture.require_embedding_rows(load_tokenizer(path).vocab_size, by)
+    return replace(initial, run=run.with_values(Origin(by, Rank.DATA), tokenizer=str(path)))
 
 
 def rehearse(run: RunConfig, launch: Launch | None = None) -> Plan:

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import minimind.train as training
 from minimind.cli.main import main as minimind
 from minimind.config.launcher_env import read_launch
 from minimind.config.parse import build_config, parse_flags
-from minimind.config.run_config import MARGIN, PATIENCE
+from minimind.config.run_config import MARGIN, PATIENCE, RunConfig
 from minimind.data.shards.teacher_rows import TeacherRows
 from minimind.data.shards.token_shards import TokenShards
 from minimind.errors import CheckpointError, DataError, UsageError
@@ -29,7 +30,7 @@ from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
 from minimind.model.distillation import Distillation
 from minimind.recovery import corruption
-from minimind.train.start import decide
+from minimind.train.start import decide, rehearse
 from minimind.train.teacher import Teacher
 from tests.allocations import most_allocated
 from tests.conftest import Launcher
@@ -216,6 +217,22 @@ def test_a_teacher_that_cannot_read_the_rows_is_refused(
     with pytest.raises(UsageError, match=words):
         train({**given, **change}, out_dir=str(tmp_path / "refused"))
     assert not (tmp_path / "refused").exists()
+
+
+def test_a_student_of_transformers_without_a_tokenizer_takes_that_of_the_teacher(
+    given: Flags, tmp_path: Path
+):
+    flags = {name: given[name] for name in given if name not in SHAPE} | {"max_seq_len": 32}
+    runs = list[RunConfig]()
+    for rows in (600, 599):
+        config = AutoConfig.for_model("llama", vocab_size=rows, **CONFIGS["llama"])
+        config.save_pretrained(place := tmp_path / str(rows))
+        runs.append(build_config({**flags, "model": f"hf:{place}"}, "test"))
+    run = rehearse(runs[0]).run
+    assert run.tokenizer == str(Teacher.of(run).tokenizer_path)
+    assert run.sources["tokenizer"] == f"--teacher {given['teacher']}"
+    with pytest.raises(UsageError, match=r"^--teacher .* 600 pieces, more"):
+        rehearse(runs[1])
 
 
 def test_records_of_every_id_train_as_the_teacher_does(given: Flags, student: Path, tmp_path: Path):
