@@ -77,6 +77,7 @@ class NewFolder:
         and is yielded again to the next command with the same key.
         """
         out, draft = self.path, _beside(self.path, "draft")
+        remedy = REMEDY if key is None else f"{REMEDY}; the same command continues {draft}"
         with storing(str(out), REMEDY, needed=needed):
             if needed:
                 # A draft that a killed command left is continued or deleted.
@@ -93,7 +94,8 @@ class NewFolder:
                 try:
                     if key is not None:
                         write_durably(mark, key)
-                    yield draft
+                    with storing(str(out), remedy, needed=needed):
+                        yield draft
                     mark.unlink(missing_ok=True)
                     sync_directory(draft)
                     self.replace(draft)

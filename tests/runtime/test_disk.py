@@ -16,6 +16,7 @@ from minimind.config.paths import error_of
 from minimind.errors import CURES, StorageError, is_of_disk, known_error
 from minimind.runtime import disk
 from minimind.runtime.durable_files import storing
+from minimind.runtime.output_folder import NewFolder
 from tests.closed import closed
 from tests.packages import modules
 
@@ -197,3 +198,15 @@ def test_the_advice_is_that_of_the_cause(number: int, cure: str | None):
     if is_of_disk(error):
         told = error_of(error, {"cache_dir": "/cache"})
         assert str(told).endswith(f"; give another --cache_dir, or {cure or CURES[errno.EACCES]}")
+
+
+@pytest.mark.parametrize("key", [None, b"key"])
+def test_a_full_disk_leaves_the_draft_that_the_same_command_continues(
+    key: bytes | None, tmp_path: Path
+):
+    folder = NewFolder(tmp_path / "out", False, (), "test", Path.exists)
+    with pytest.raises(StorageError) as raised, folder.written_aside(key=key) as draft:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rows.bin")
+    told = "rows.bin: No space left on device; free some space, or give another --out"
+    assert str(raised.value) == told + (f"; the same command continues {draft}" if key else "")
+    assert draft.exists() == bool(key)
