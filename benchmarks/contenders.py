@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from benchmarks.record import preset
 from minimind.config.parse import parse_flags
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
+from minimind.runtime.environment import peak_bytes
 
 LEARNING_RATE, BETAS, DECAY, CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
 
@@ -70,7 +70,7 @@ def _peak_mib() -> float:
     """Peak of allocated GPU memory if CUDA is in use, else of resident memory."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return peak_bytes() / 2**20
 
 
 def this_project(

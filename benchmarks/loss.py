@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import torch
 from benchmarks.record import arguments, record
 from minimind.model.causal_lm import MiniMindForCausalLM
 from minimind.model.configuration import MiniMindConfig
+from minimind.runtime.environment import peak_bytes
 
 POSITIONS = {"full": 0, "chunked": 1024}  # of which logits are made at a time; 0: of all
 WIDTH, LENGTH = 512, 512
@@ -38,8 +38,7 @@ def step(vocabulary: int, rows: int, positions: int) -> dict[str, float]:
         started = time.perf_counter()
         out: Any = model(text[:, :-1], shift_labels=text[:, 1:], loss_chunk_size=positions)
         (out.loss_sum / out.targets).backward()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    return {"seconds": time.perf_counter() - started, "peak_mib": peak}
+    return {"seconds": time.perf_counter() - started, "peak_mib": peak_bytes() / 2**20}
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import sys
 import time
 from contextlib import suppress
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from minimind.runtime.environment import command_output
+from minimind.runtime.environment import command_output, peak_bytes
 
 MIN_BF16_CAPABILITY = (8, 0)  # of a CUDA device; also of the flash attention kernels of torch
 Moment = float | torch.Event  # seconds of the host's clock, or a place in the queue of a device
@@ -118,8 +117,7 @@ class Host:
 
     def peak_memory(self, device: torch.device) -> int:
         """Most bytes of this process so far."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 2**10
+        return peak_bytes()
 
     def begin_anew(self) -> None:
         """Return the freed blocks of a device of its own to it, and count its peak from now on."""

@@ -102,6 +102,19 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def peak_bytes() -> int:
+    """Most bytes of memory that this process had so far.
+
+    On Linux ru_maxrss may be that of the process which started this one, so it is asked only where
+    the kernel does not tell VmHWM.
+    """
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        if found := re.search(r"VmHWM:\s+(\d+) kB", file.read()):
+            return int(found[1]) * 2**10
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 2**10
+
+
 def allow_connections(processes: int) -> None:
     """Raise the limit of open files of this process to what a run of `processes` needs.
 

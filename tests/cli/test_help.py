@@ -168,6 +168,7 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path, capsys):
     assert "--learning_rate" in completed("run_accelerate.sh", "--l")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("topic", ["", "engine", "all"])
 def test_help_of_the_launcher_may_be_cut_off(topic):
     """As by `| head`."""

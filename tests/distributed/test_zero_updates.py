@@ -19,7 +19,7 @@ from tools.matrix import WITHIN, difference
 
 pytestmark = pytest.mark.launch
 Found = dict[str, dict[str, Any]]
-SHORT = {1: ["2, fp16"], 2: ["1, bf16", "2, bf16, overlap, small buckets"]}
+SHORT = {2: ["2, fp16", "2, bf16, overlap, small buckets"]}
 ALONE = [name for name in PAIRS if name not in TENSOR and "sp2" not in name]
 # Four ranks share the 8 rows of a step in two micro-batches at most.
 OF_FOUR = [n for n, one in PAIRS.items() if n not in OPTIONS and one.case.accumulation <= 2]

@@ -313,3 +313,14 @@ def test_a_hard_limit_of_open_files_that_is_too_low_is_named(monkeypatch: pytest
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
     with pytest.raises(RendezvousError, match=r"1,024 processes .* the hard limit .* is 1,024"):
         allow_connections(1024)
+
+
+def test_the_peak_of_memory_is_not_that_of_the_process_that_started_it():
+    code = "from minimind.runtime.environment import peak_bytes; print(peak_bytes())"
+    large = bytearray(b"x") * 2**28
+    peaks = list[int]()
+    for more in ("", "held = bytearray(b'x') * 2**27; "):
+        line = [sys.executable, "-c", more + code]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout))
+    assert 0 < peaks[0] < 2**27 < peaks[1] < len(large)

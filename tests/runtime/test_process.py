@@ -202,6 +202,7 @@ def test_a_second_ctrl_c_at_the_terminal_ends_a_run_in_one_process_with_130(
     os.close(terminal)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_before_training_a_stop_ends_a_worker_deep_in_c_and_claims_75(
     number: signal.Signals, tmp_path: Path
@@ -243,6 +244,7 @@ def test_a_term_after_a_peers_report_prints_nothing_and_keeps_the_status(tmp_pat
     assert (started.returncode, report) == (3, "")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "variable", [f"MINIMIND_{name}_PID" for name in ("LAUNCHER", "SCRIPT", "SWEEP")]
 )

@@ -182,6 +182,7 @@ def conversations(request):
 CASES = [(name, kind) for name in TEMPLATES for kind in KINDS if name in TAGS or " " not in kind]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=[*map(" in ".join, CASES)])
 def test_ids_and_masks_are_those_of_transformers(learnt, tmp_path, conversations, name, kind):
     marked = TEMPLATES[name]

@@ -62,7 +62,7 @@ def read(given):
     return conversation_of_line(json.dumps(given).encode())
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", PLAIN)
 def test_ids_and_masks_are_those_of_transformers(pair, name, request):
     ours, theirs = pair

@@ -141,6 +141,7 @@ def test_an_order_that_took_over_is_read_from_there_on(shards):
     reader.close()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("micro_batch_rows", "world_size", "filled"),
     [

@@ -162,14 +162,13 @@ def test_a_file_that_is_gone_is_reported(tmp_path):
 
 # Reads argv[1] in segments and prints what was found, shortened, and the highest memory in MiB.
 MEASURED_READ = r"""
-import json, re, sys
+import json, sys
 from pathlib import Path
+from minimind.runtime.environment import peak_bytes
 from tests.data.text.reading import read
 limit = 2**20
 found = [str(one)[-120:] for one in read(Path(sys.argv[1]), 2**26, max_document_bytes=limit)]
-# Not ru_maxrss, which a child has from the process that started it.
-peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-print(json.dumps([found, peak]))
+print(json.dumps([found, peak_bytes() / 2**20]))
 """
 
 

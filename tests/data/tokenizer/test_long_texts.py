@@ -86,14 +86,15 @@ def test_a_text_without_a_place_to_cut_still_comes_back(tmp_path, small_chunks):
 
 
 MEASURED = """
-import resource, sys
+import sys
 from minimind.data.tokenizer.sentencepiece import SentencePieceTokenizer
+from minimind.runtime.environment import peak_bytes
 tokenizer = SentencePieceTokenizer(sys.argv[1])
 text = "the rain in spain " * (int(sys.argv[2]) // 18)
 tokenizer.encode("warm")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_bytes()
 count = len(tokenizer.encode_arrays([text], 1)[0])
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / len(text), count)
+print((peak_bytes() - before) / len(text), count)
 """
 
 
