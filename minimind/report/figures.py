@@ -53,7 +53,7 @@ class Summary:
     def __init__(self, run: Run, now: float) -> None:
         self.run = run
         self.kind, self.ending = (run.outcomes(now) or [("silent", "nothing recorded")])[-1]
-        self.total_steps = run.fact("total_steps")
+        self.total_steps = run.total_steps
         spent = run.spent(run.starts)
         whole = sum(spent.values())
         self.shares = {name: ms / whole for name, ms in spent.items()} if whole > 0 else {}
@@ -139,7 +139,7 @@ def _figures(run: Run, now: float) -> dict[str, Figure]:
     known = np.flatnonzero(np.isfinite(loss))
     at = f" at step {run.column('step')[known[-1]]:,.0f}" if len(known) else ""
     speed = run.column("tokens_per_second")
-    speed = 1 / _mean(1 / np.where(speed > 0, speed, np.nan), taken)
+    speed = 1 / _mean(1 / np.where(speed > 0, speed, np.nan), _tokens_of_lines(run))
     mfu, step_ms = _mean(run.column("mfu"), taken), _mean(run.column("step_ms"), taken)
     pace = f", {formats.figure(speed)} tokens/s"
     pace += f", MFU {formats.percent(mfu)}" if math.isfinite(mfu) else ""
@@ -263,6 +263,13 @@ def stage_rows(run: Run) -> list[tuple[str, ...]]:
 
 def _last(values: np.ndarray) -> float:
     return float(next(iter(values[np.isfinite(values)][::-1]), math.nan))
+
+
+def _tokens_of_lines(run: Run) -> np.ndarray:
+    """float64 (kept lines,): tokens since the line before; of the first, by its mean step."""
+    taken, tokens = run.column("taken"), run.column("tokens")
+    first = tokens[:1] * taken[:1] / run.column("step")[:1]
+    return np.r_[first, np.diff(tokens)]
 
 
 def _mean(values: np.ndarray, weights: np.ndarray) -> float:

@@ -69,6 +69,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     },
     "exit": {"status": int, "code": str, "reason": str},
     "rolled_back": {"to": float},
+    "patience_ran_out": {"total_steps": int},
     "eval": _floats("val_loss val_ppl val_bpb val_loss_se tokens rows held_out"),
     "scores": {"tasks": {"*": TASK}, "average": float, "seconds": float},
     "sample": {"number": int, "prompt": str, "text": str},
@@ -310,8 +311,12 @@ class Run:
 
         `is_lost`: only what later starts took again.
         """
-        weights = self.lines("taken") * self._of_lines([one in starts for one in self.starts])
-        weights *= ~self.is_kept if is_lost else 1
+        weights = self.lines("taken")
+        if is_lost:  # a line may begin before the cutoff
+            cutoffs = self._of_lines([start.cutoff for start in self.starts])
+            since = np.maximum(self.lines("begins"), cutoffs)
+            weights = np.maximum(self.lines("step") - since, 0.0)
+        weights *= self._of_lines([one in starts for one in self.starts])
         ends = [s.end for s in starts if s.end and (s.lost_steps or not is_lost)]
         return {
             name: float(np.nansum(self.lines(f"{name}_ms") * weights))
@@ -338,6 +343,12 @@ class Run:
         """`name` in the last run_start that has it, or None."""
         values = (start.facts.get(name) for start in reversed(self.starts))
         return next((value for value in values if value is not None), None)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, since patience ran out fewer; None if they are not known."""
+        early = [e for e in self.events("patience_ran_out") if e in self.starts[-1].events]
+        return early[-1]["total_steps"] if early else self.fact("total_steps")
 
     @property
     def own_loss(self) -> str:

@@ -415,7 +415,8 @@ def end_early(
 
 def save_last(context: RunContext, state: TrainState) -> None:
     """Save the last step of a run that ends at it, unless it is saved (collective)."""
-    poll_save(context, wait=True)
+    with context.logger.pausing("checkpoint"):
+        poll_save(context, wait=True)
     if context.saver.has(state.step):
         return
     start_save(context, state)

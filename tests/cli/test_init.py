@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from minimind.config.parse import parse_flags, words_of
 from minimind.runtime.device import HOST
 from minimind.sweep import step_time
 from minimind.train.start import rehearse
+from tests.closed import closed
 from tests.conftest import sentences
 
 train: Any = training  # a package that is called like a function
@@ -167,22 +167,14 @@ def test_what_is_refused(
 def test_a_closed_folder_is_said_before_anything_is_measured(
     text: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Root may do all, so what the system says of the folder is pretended."""
     written(here / "text.jsonl")
     (here / "closed").mkdir()
-
-    def refused(self: Path, **_: object) -> object:
-        if self.parent.name == "closed":
-            raise PermissionError(13, "Permission denied", str(self))
-        return os.stat(self)
-
-    monkeypatch.setattr(Path, "stat", refused)
-    if "--out" in text:
-        monkeypatch.setattr(Path, "touch", refused)
     monkeypatch.setattr("minimind.cli.init.find_machine", pytest.fail)
-    assert main(["init", *text.split()]) == (5 if "--out" in text else 3)
+    with closed(here / "closed"):
+        assert main(["init", *text.split()]) == (5 if "--out" in text else 3)
     error = capsys.readouterr().err
     assert "closed" in error
+    assert "ermission" in error
     assert error.count("\n") == 1
 
 

@@ -181,7 +181,9 @@ def test_plotly_knows_every_property_and_value(count: int, tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_a_short_run_is_seen_in_every_chart(count: int, tmp_path):
     lines = [run_start(), *(step_line(10 * n) for n in range(1, count + 1))]
-    page = Drawn(page_of(tmp_path, write_run(tmp_path / "run", lines)))
+    run = write_run(tmp_path / "run", lines)
+    (tmp_path / "run" / "config.yaml").write_text("grad_clip: 0.75  # --grad_clip\n")
+    page = Drawn(page_of(tmp_path, run))
     curves = {"loss": "loss", "lr": "learning rate", "grad_norm": "gradient norm"}
     for chart, name in (
         curves | {"tokens_per_second": "throughput", "memory_mib": "memory"}
@@ -193,8 +195,7 @@ def test_a_short_run_is_seen_in_every_chart(count: int, tmp_path):
     assert ("mean of 1 line" in names, len(names) == 1) == (False, count < 6)
     if count >= 6:
         assert names == ["loss", f"mean of {count // 3} lines"]
-    limit = [one for one in page.charts["grad_norm"]["data"] if one["name"] == "--grad_clip"]
-    assert all(one["mode"] == "lines" for one in limit)
+    assert page.trace("grad_norm", "--grad_clip")["mode"] == "lines"
 
 
 def test_a_million_lines_keep_the_least_and_the_largest_of_every_column():

@@ -335,7 +335,7 @@ MADE = {
     ],
     "leak": with_event(healthy(), event="floors", bits={"xz": 2.0}, repeated=0.0, seen=0.6),
     "above_trigram": [
-        *healthy(400, order=ORDER)[:-1],
+        *changed(healthy(400, order=ORDER)[:-1], tokens=lambda n: 25 * 64 * n),
         {"event": "floors", "time": NOW, "step": 400, "bits": {"trigram": 0.7, "unigram": 3.0}},
         end(400),
     ],
@@ -422,6 +422,13 @@ def test_lines_made_sick(tmp_path, kind: str):
     assert found.kind == kind
     assert found.counts == (kind != "small_validation")  # as far as the time allows
     assert ":" in found.text
+
+
+def test_passes_are_those_of_the_rows_that_were_read_when_the_batch_changes(tmp_path):
+    order, rows = {**ORDER, "rows_per_step": 32}, 50 * 2 + 10 * 32
+    lines = [run_start(order=order, rows_per_epoch=224), step_line(50, tokens=50 * 2 * 64)]
+    lines += [run_start(50, order=order), step_line(60, tokens=rows * 64)]
+    assert doctor.Case(made_run(tmp_path, lines), NOW).epochs == pytest.approx(rows / 224)
 
 
 def test_how_a_run_ended_is_a_sentence(tmp_path):

@@ -98,7 +98,7 @@ def test_what_the_last_step_waited_for_is_in_the_shares_though_no_line_follows(t
     assert figures.shares["checkpoint"] == pytest.approx(0.2)
     undone = [run_start(), step_line(10), last, run_start(5), step_line(6)]
     run = made_run(tmp_path / "b", undone)
-    assert sum(run.spent(run.starts, is_lost=True).values()) == pytest.approx(5000)
+    assert sum(run.spent(run.starts, is_lost=True).values()) == pytest.approx(5 * 100 + 4000)
 
 
 def test_a_start_that_failed_before_its_run_start_ends_no_other(tmp_path):
@@ -116,6 +116,33 @@ def test_tokens_per_second_are_tokens_over_seconds_not_a_mean_of_speeds(tmp_path
     lines = [run_start(), step_line(10, tokens_per_second=100.0)]
     lines += [step_line(40, tokens_per_second=300.0)]
     assert values_at(made_run(tmp_path, lines), "tokens/s") == (pytest.approx(200.0),)
+
+
+def test_lines_of_larger_steps_count_by_their_tokens(tmp_path):
+    """As with --stages, or a batch that was changed."""
+    sizes = np.cumsum([10] * 10 + [1000] * 10)
+    lines = [
+        step_line(n + 1, tokens=int(tokens), tokens_per_second=100.0 if n < 10 else 1000.0)
+        for n, tokens in enumerate(sizes)
+    ]
+    (speed,) = values_at(made_run(tmp_path, [run_start(), *lines]), "tokens/s")
+    assert speed == pytest.approx(sizes[-1] / (10 * 10 / 100 + 10 * 1000 / 1000))
+
+
+def test_of_a_line_that_began_before_the_cutoff_only_what_is_beyond_it_is_lost(tmp_path):
+    lines = [run_start(), step_line(100), step_line(200), run_start(190), step_line(200)]
+    run = made_run(tmp_path, lines)
+    assert values_at(run, "lost") == (10,)
+    assert sum(run.spent(run.starts, is_lost=True).values()) == pytest.approx(10 * 100)
+
+
+def test_the_end_of_a_run_whose_patience_ran_out_is_the_earlier_one(tmp_path):
+    ran_out = {"event": "patience_ran_out", "time": NOW, "step": 20, "total_steps": 25}
+    lines = [run_start(), *(step_line(n) for n in (10, 20)), ran_out]
+    assert made_run(tmp_path / "one", lines).total_steps == 25
+    # A start says in its first line where it ends; what a later one undid does not count.
+    assert made_run(tmp_path / "two", [*lines, run_start(20, total_steps=25)]).total_steps == 25
+    assert made_run(tmp_path / "three", [*lines, run_start(10)]).total_steps == 40
 
 
 def test_a_later_start_that_took_no_step_undoes_all_the_same(tmp_path):

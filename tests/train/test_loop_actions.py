@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 import minimind.train as training
 from minimind.checkpoint.resume import TrainState
+from minimind.checkpoint.saver import Saver
 from minimind.config.parse import parse_flags
 from minimind.engine.engine import StepResult
 from minimind.errors import StorageError
@@ -26,6 +28,7 @@ from minimind.train.loop import (
     log_step,
     poll_save,
 )
+from tools.runs import events
 
 train: Any = training  # a package that is called like a function
 FLAGS: dict[str, Any] = {
@@ -153,6 +156,21 @@ def test_a_step_is_clipped_if_its_norm_is_above_the_limit(
     log_step(context, TrainState(2), StepResult(sums, targets, norm, 1e-3, 0, False))
     (line,) = lines
     assert (line["clipped"], line["grad_norm"], line["loss"]) == (clipped, norm, 3.0)
+
+
+def test_the_wait_for_the_last_save_is_a_pause(
+    cached: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = Saver._write_own_files
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.5)
+        return write(*args)
+
+    monkeypatch.setattr(Saver, "_write_own_files", slow)
+    assert train({**FLAGS, **cached, "max_steps": 3}, out_dir=str(tmp_path)) == 0
+    lines = [*events(tmp_path, "step"), *events(tmp_path, "exit")]
+    assert sum(line.get("checkpoint_ms", 0.0) for line in lines) > 500
 
 
 def test_a_save_is_reported_and_mirrored_before_a_validation_that_failed_ends_the_run():

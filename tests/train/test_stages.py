@@ -72,6 +72,7 @@ def whole(place: Path) -> Path:
 
 def test_each_stage_has_its_steps_rows_batch_and_rate(whole: Path):
     lines = steps(whole)
+    assert events(whole, "run_start")[0]["tokens_at_end"] == [*lines.values()][-1]["tokens"]
     assert [line["stage"] for line in lines.values()] == [
         *["short"] * 6,  # of 8 x 16 tokens
         *["mixed"] * 7,  # of 4 x 32, up to 1,750

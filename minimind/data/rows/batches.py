@@ -143,7 +143,10 @@ class Batches:
 
     @property
     def tokens_per_step(self) -> int:
-        """Target tokens of one step, over all ranks and micro-batches, without padding."""
+        """Target tokens of one step, over all ranks and micro-batches, without rows of padding.
+
+        Of conversations all positions of the rows, also those that are no targets.
+        """
         return self.order.rows_per_step * (self.row_tokens - 1)
 
     def at(self, step: int) -> tuple[torch.Tensor, ...]:
