@@ -268,7 +268,8 @@ def _last(values: np.ndarray) -> float:
 def _tokens_of_lines(run: Run) -> np.ndarray:
     """float64 (kept lines,): tokens since the line before; of the first, by its mean step."""
     taken, tokens = run.column("taken"), run.column("tokens")
-    first = tokens[:1] * taken[:1] / run.column("step")[:1]
+    steps = run.column("step")[:1]
+    first = tokens[:1] * (taken[:1] / np.where(steps > 0, steps, np.nan))
     return np.r_[first, np.diff(tokens)]
 
 
