@@ -266,11 +266,11 @@ def _last(values: np.ndarray) -> float:
 
 
 def _tokens_of_lines(run: Run) -> np.ndarray:
-    """float64 (kept lines,): tokens since the line before; of the first, by its mean step."""
-    taken, tokens = run.column("taken"), run.column("tokens")
-    steps = run.column("step")[:1]
-    first = tokens[:1] * (taken[:1] / np.where(steps > 0, steps, np.nan))
-    return np.r_[first, np.diff(tokens)]
+    """float64 (kept lines,): tokens of the steps that a line is of, by the mean step since the
+    line before: after a crash a line may be of fewer.
+    """
+    steps, tokens = (np.diff(run.column(name), prepend=0.0) for name in ("step", "tokens"))
+    return tokens / np.where(steps > 0, steps, np.nan) * run.column("taken")
 
 
 def _mean(values: np.ndarray, weights: np.ndarray) -> float:

@@ -129,6 +129,12 @@ def test_lines_of_larger_steps_count_by_their_tokens(tmp_path):
     assert speed == pytest.approx(sizes[-1] / (10 * 10 / 100 + 10 * 1000 / 1000))
 
 
+def test_a_line_after_a_crash_counts_by_the_steps_that_it_is_of(tmp_path):
+    lines = [run_start(), step_line(100), run_start(190), step_line(200, tokens_per_second=100.0)]
+    (speed,) = values_at(made_run(tmp_path, lines), "tokens/s")
+    assert speed == pytest.approx((10_000 + 1000) / (10 + 10))
+
+
 def test_of_a_line_that_began_before_the_cutoff_only_what_is_beyond_it_is_lost(tmp_path):
     lines = [run_start(), step_line(100), step_line(200), run_start(190), step_line(200)]
     run = made_run(tmp_path, lines)
