@@ -53,7 +53,7 @@ class Summary:
     def __init__(self, run: Run, now: float) -> None:
         self.run = run
         self.kind, self.ending = (run.outcomes(now) or [("silent", "nothing recorded")])[-1]
-        self.total_steps = run.total_steps
+        self.total_steps = run.fact("total_steps")
         spent = run.spent(run.starts)
         whole = sum(spent.values())
         self.shares = {name: ms / whole for name, ms in spent.items()} if whole > 0 else {}
@@ -138,8 +138,11 @@ def _figures(run: Run, now: float) -> dict[str, Figure]:
     last, mean, tokens = map(_last, (loss, smoothed_loss(run), run.column("tokens")))
     known = np.flatnonzero(np.isfinite(loss))
     at = f" at step {run.column('step')[known[-1]]:,.0f}" if len(known) else ""
+    # After a crash a line is of fewer steps than there are since the line before.
+    steps, weights = (np.diff(run.column(name), prepend=0.0) for name in ("step", "tokens"))
+    weights = weights / np.where(steps > 0, steps, np.nan) * taken
     speed = run.column("tokens_per_second")
-    speed = 1 / _mean(1 / np.where(speed > 0, speed, np.nan), _tokens_of_lines(run))
+    speed = 1 / _mean(1 / np.where(speed > 0, speed, np.nan), weights)
     mfu, step_ms = _mean(run.column("mfu"), taken), _mean(run.column("step_ms"), taken)
     pace = f", {formats.figure(speed)} tokens/s"
     pace += f", MFU {formats.percent(mfu)}" if math.isfinite(mfu) else ""
@@ -263,14 +266,6 @@ def stage_rows(run: Run) -> list[tuple[str, ...]]:
 
 def _last(values: np.ndarray) -> float:
     return float(next(iter(values[np.isfinite(values)][::-1]), math.nan))
-
-
-def _tokens_of_lines(run: Run) -> np.ndarray:
-    """float64 (kept lines,): tokens of the steps that a line is of, by the mean step since the
-    line before: after a crash a line may be of fewer.
-    """
-    steps, tokens = (np.diff(run.column(name), prepend=0.0) for name in ("step", "tokens"))
-    return tokens / np.where(steps > 0, steps, np.nan) * run.column("taken")
 
 
 def _mean(values: np.ndarray, weights: np.ndarray) -> float:

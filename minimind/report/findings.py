@@ -55,7 +55,7 @@ class Case:
         self.loss = run.column("loss")
         self.smooth = _medians(self.loss)
         self.lines = len(self.loss)
-        self.total_steps = run.total_steps or 0
+        self.total_steps = run.fact("total_steps") or 0
         self.vocabulary = self.value("vocab_size")
         self.has_own_loss = bool(run.own_loss)  # of another scale than the cross-entropy
         is_known = self.vocabulary > 1 and not self.has_own_loss
@@ -63,8 +63,8 @@ class Case:
         self.stages, self.order = run.fact("stages") or [], run.fact("order") or {}
         self.row_tokens = self.order.get("row_tokens") or math.nan
         self.rows_per_step = self.order.get("rows_per_step") or math.nan
-        tokens = run.column("tokens")
-        self.rows_read = tokens[-1] / (self.row_tokens - 1) if len(tokens) else math.nan
+        tokens = run.column("tokens")[-1:].sum()  # 0 without a line
+        self.rows_read = float(tokens) / (self.row_tokens - 1 or math.nan)
         self.rows_per_epoch = run.figure("rows_per_epoch") or math.nan
         self.epochs = self.rows_read / self.rows_per_epoch  # how often the text was read
         self.is_sft = self.flags.get("task") == "sft"
@@ -737,7 +737,7 @@ def _crashes(case: Case) -> Iterator[Found]:
     elif kinds[-1] == "silent" and math.isfinite(case.quiet):
         text = f"the last line is {formats.duration(case.quiet)} old, {at}, and no end is recorded:"
         text += " the run hangs, or was killed, perhaps for lack of memory"
-        has_pace = case.run.pace > 0
-        text += "" if has_pace else ", or has not come to its second line yet"
-        sure = CERTAIN if has_pace else LIKELY
+        if not case.run.pace:
+            text += ", or has not come to its second line yet"
+        sure = CERTAIN if case.run.pace else LIKELY
         yield "silent", text, f"look at the end of its log; {again}", sure

@@ -91,7 +91,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     HALVED: _floats("micro_batch_rows most_rows"),
     **{"step_skipped": {}, "spike": {}, "spike_skipped": {}, "corruption": {}},
 }
-KEPT_EVENTS = {*EVENTS} - {*ENDS, "run_start"}
+KEPT_EVENTS = {*EVENTS} - {*ENDS, "run_start", "patience_ran_out"}
 
 
 def typed(value: Any, kind: Any) -> Any:
@@ -148,7 +148,7 @@ class Start:
     """
 
     first_line: int  # in the table of the run
-    facts: dict[str, Any] = field(default_factory=dict)  # fields of run_start
+    facts: dict[str, Any] = field(default_factory=dict)  # fields of run_start, as far as they hold
     is_implied: bool = True  # run_start is missing from the file
     lines: int = 0
     first_step: float = math.inf  # the step it resumed from; infinite where it is unknown
@@ -239,6 +239,8 @@ class Run:
             self._add_step(start, event)
         elif name in ENDS:
             start.end = event
+        elif name == "patience_ran_out":  # the run ends earlier than its start said
+            start.facts = {**start.facts, "total_steps": event.get("total_steps")}
         elif name in KEPT_EVENTS:
             start.events.append(event)
 
@@ -343,12 +345,6 @@ class Run:
         """`name` in the last run_start that has it, or None."""
         values = (start.facts.get(name) for start in reversed(self.starts))
         return next((value for value in values if value is not None), None)
-
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run, since patience ran out fewer; None if they are not known."""
-        early = [e for e in self.events("patience_ran_out") if e in self.starts[-1].events]
-        return early[-1]["total_steps"] if early else self.fact("total_steps")
 
     @property
     def own_loss(self) -> str:

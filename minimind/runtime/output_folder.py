@@ -77,7 +77,7 @@ class NewFolder:
         and is yielded again to the next command with the same key.
         """
         out, draft = self.path, _beside(self.path, "draft")
-        remedy = REMEDY if key is None else f"{REMEDY}; the same command continues {draft}"
+        remedy = REMEDY if key is None else f"{REMEDY}; {draft} is kept for the same command"
         with storing(str(out), REMEDY, needed=needed):
             if needed:
                 # A draft that a killed command left is continued or deleted.

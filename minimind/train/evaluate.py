@@ -116,7 +116,7 @@ def held_out_of(run: RunConfig, prepared: Prepared, order: Order, steps: int) ->
     row_tokens, weights = run.max_seq_len + 1, prepared.train.weights
     number, reads = run.eval_rows, None
     if number is None:
-        number = affordable_rows(run, order.tokens_of(steps, run.max_seq_len), steps)
+        number = affordable_rows(run, order.tokens_of(range(steps), run.max_seq_len), steps)
         # Losses that --keep_best compares are of the same rows.
         reads = None if run.keep_best and run.keep_best_by == VAL_LOSS else FIRST_EVAL_ROWS
     rows = held_out_rows(prepared.val, number, row_tokens, weights)

@@ -94,9 +94,7 @@ def log_start_event(context: RunContext, resumed: Resumed) -> dict[str, Any]:
     peak = peak_of(run, engine.device)
     held_out, state, total = context.held_out, resumed.state, context.schedule.total_steps
     tokens_per_step = context.batches.of(state.step).tokens_per_step
-    tokens_at_end = state.tokens + (total - state.step) * tokens_per_step
-    if run.stages:
-        tokens_at_end = order.tokens_of(total, run.max_seq_len)
+    tokens_left = order.tokens_of(range(state.step, total), run.max_seq_len)
     facts = {
         "step": state.step,
         "resume_from": str(resumed.path) if resumed.path else None,
@@ -121,7 +119,7 @@ def log_start_event(context: RunContext, resumed: Resumed) -> dict[str, Any]:
         "held_out_rows_of_text": held_out.total,
         "skipped": prepared.manifest["rejected"],
         "tokens_per_step": tokens_per_step,
-        "tokens_at_end": tokens_at_end,
+        "tokens_at_end": state.tokens + tokens_left,
         "rows_per_epoch": order.rows_per_epoch,
         **_logged_rows(context),
         "total_steps": total,

@@ -431,6 +431,13 @@ def test_passes_are_those_of_the_rows_that_were_read_when_the_batch_changes(tmp_
     assert doctor.Case(made_run(tmp_path, lines), NOW).epochs == pytest.approx(rows / 224)
 
 
+def test_a_run_with_one_line_may_not_have_come_to_the_next(tmp_path):
+    for lines, sure in ((1, doctor.LIKELY), (2, doctor.CERTAIN)):
+        run = made_run(tmp_path / str(lines), healthy()[: 1 + lines])
+        (found,) = (one for one in diagnose(run, NOW + 1000) if one.kind == "silent")
+        assert (found.sure, "second line yet" in found.text) == (sure, lines == 1)
+
+
 def test_how_a_run_ended_is_a_sentence(tmp_path):
     saved = {"event": "checkpoint_saved", "time": NOW, "step": 150}
     whole = with_event(healthy(), event="checkpoint_saved")

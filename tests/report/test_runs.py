@@ -145,10 +145,11 @@ def test_of_a_line_that_began_before_the_cutoff_only_what_is_beyond_it_is_lost(t
 def test_the_end_of_a_run_whose_patience_ran_out_is_the_earlier_one(tmp_path):
     ran_out = {"event": "patience_ran_out", "time": NOW, "step": 20, "total_steps": 25}
     lines = [run_start(), *(step_line(n) for n in (10, 20)), ran_out]
-    assert made_run(tmp_path / "one", lines).total_steps == 25
+    failed = {**end(20, 3, "E_DATA", "no text"), "started": False}
     # A start says in its first line where it ends; what a later one undid does not count.
-    assert made_run(tmp_path / "two", [*lines, run_start(20, total_steps=25)]).total_steps == 25
-    assert made_run(tmp_path / "three", [*lines, run_start(10)]).total_steps == 40
+    more = [], [end(25), failed], [run_start(20, total_steps=25)], [run_start(10)]
+    runs = [made_run(tmp_path / str(n), [*lines, *one]) for n, one in enumerate(more)]
+    assert [Summary(run, NOW).total_steps for run in runs] == [25, 25, 25, 40]
 
 
 def test_a_later_start_that_took_no_step_undoes_all_the_same(tmp_path):

@@ -143,9 +143,10 @@ class Batches:
 
     @property
     def tokens_per_step(self) -> int:
-        """Target tokens of one step, over all ranks and micro-batches, without rows of padding.
+        """Positions in the rows of one step, over all ranks and micro-batches.
 
-        Of conversations all positions of the rows, also those that are no targets.
+        All are targets, but for conversations: their padding and the turns of users count too. Rows
+        of padding do not count.
         """
         return self.order.rows_per_step * (self.row_tokens - 1)
 

@@ -402,9 +402,9 @@ class Order:
         """Complete steps per epoch."""
         return self.rows_per_epoch // self.rows_per_step
 
-    def tokens_of(self, steps: int, row_tokens: int) -> int:
-        """Targets of a run of so many steps, with so many in a row."""
-        return steps * self.rows_per_step * row_tokens
+    def tokens_of(self, steps: range, row_tokens: int) -> int:
+        """Targets of these steps, with so many in a row."""
+        return (steps.stop - steps.start) * self.rows_per_step * row_tokens
 
     def of(self, step: int) -> Order:
         """The order of the stage that `step` is in."""

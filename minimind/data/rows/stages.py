@@ -44,9 +44,13 @@ class StagedOrder(Order):
         """Rows of the text, of --max_seq_len."""
         return self.n_rows
 
-    def tokens_of(self, steps: int, row_tokens: int) -> int:
-        """Targets of all stages, each of its own steps and rows."""
-        return sum(stage.tokens for stage in self.stages)
+    def tokens_of(self, steps: range, row_tokens: int) -> int:
+        """Targets of these steps, with as many in a row as the stage of each has."""
+        tokens = 0
+        for stage in self.stages:
+            first, stop = max(steps.start, stage.steps.start), min(steps.stop, stage.steps.stop)
+            tokens += max(0, stop - first) * stage.rows_per_step * stage.run.max_seq_len
+        return tokens
 
     def number_at(self, step: int) -> int:
         """Number of the stage of a step, from 0; the last one after its end."""

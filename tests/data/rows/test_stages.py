@@ -150,6 +150,15 @@ def test_reads_are_found_again_over_random_stages(tmp_path: Path):
             ]
 
 
+def test_the_tokens_of_steps_are_those_of_their_stages(order: StagedOrder):
+    steps = order.stages[-1].steps.stop
+    stages = [order.stages[order.number_at(step)] for step in range(steps)]
+    tokens = [stage.rows_per_step * stage.run.max_seq_len for stage in stages]
+    assert len({*tokens}) > 1
+    for first in (0, 1, steps // 2, steps):
+        assert order.tokens_of(range(first, steps), 32) == sum(tokens[first:])
+
+
 def test_the_logged_order_is_the_order(order: StagedOrder):
     logged = orders_from_json(orders_json(order, 2, 2), SEED)
     assert tuple(logged) == order.parts
